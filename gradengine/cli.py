@@ -48,6 +48,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
+    tls: Annotated[
+        Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key; else $GRADENGINE_TLS.")
+    ] = None,
     job: Annotated[str | None, typer.Option(help="Name of the run; by default the first rank's.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds without any progress before the exchange fails.")] = 300.0,
     join_timeout: Annotated[float, typer.Option(help="Seconds in which all workers have to connect.")] = 60.0,
@@ -62,7 +65,13 @@ def serve(
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         with GradientServer(
-            world_size, address, token=_token(token_file), job=job, timeout=timeout, join_timeout=join_timeout
+            world_size,
+            address,
+            token=_token(token_file),
+            job=job,
+            timeout=timeout,
+            join_timeout=join_timeout,
+            tls=tls,
         ) as server:
             typer.echo(server.url)
             server.serve()

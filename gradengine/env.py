@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from gradengine.doctor import engines
 from gradengine.exchange.environment import World, not_taken, read_job, read_token, read_world
 from gradengine.exchange.rendezvous import read_address, refuse_without_token
+from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.options import STDOUT, print_or_save, writable_json
 
 __all__ = ["env"]
@@ -30,7 +31,7 @@ Facts: TypeAlias = "dict[str, tuple[int | str | None, str]]"  # by name: value, 
 def env(
     json: Annotated[Path | None, typer.Option(help="Write everything to a file; -: to stdout, and no table.")] = None,
 ) -> None:
-    """Show what connect() reads from the environment, and from which variable: rank, world size, address, token, job.
+    """Show what connect() reads from the environment, and from which variables: rank, world size, address, token, job.
 
     Run it as the script is run: `srun gradengine env`, `mpiexec -n 2 gradengine env`, or after torchrun --no-python.
     """
@@ -49,10 +50,12 @@ def _facts(environment: Mapping[str, str]) -> Facts:
     """Every fact, but not the token's text; raises `CallerError` where `connect()` would."""
     address, token, job = read_address(environment), read_token(environment), read_job(environment)
     refuse_without_token(address, token.value if token else None)
+    certificates = certificates_of(None)
     return {
         **_place(read_world(environment)),
         "address": (address.value, address.source),
         "token": (f"set ({len(token.value)} characters)", token.source) if token else (None, ""),
+        "tls": (str(certificates.folder), VARIABLE) if certificates else (None, ""),
         "job": (job.value or None, job.source),
     }
 

@@ -71,6 +71,7 @@ ORDER = [
     "exchange.wire",
     "exchange.interface",
     "exchange.handshake",
+    "exchange.tls",
     "exchange.environment",
     "exchange.rendezvous",
     "exchange.addresses",

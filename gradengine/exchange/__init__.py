@@ -4,13 +4,16 @@ In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum ov
 over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py` gathers small data over them, and
 `comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
 `ordered_all_reduce.py` adds each share at its owner, and `pump.py` runs that over a link. `mesh.py` connects ranks over
-sockets and chooses their link, `listener.py` is the socket that they call, `reach.py` says at which address, and
-`torch_group.py` tells a torch process group where it is; `device_calls.py` is what such a group's NCCL does. In a group
-with a server (`server.py`) the server owns all shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
+sockets and chooses their link, `listener.py` is the socket that they call, `reach.py` says at which address, `tls.py`
+encrypts what they send, and `torch_group.py` tells a torch process group where it is; `device_calls.py` is what such a
+group's NCCL does. In a group with a server (`server.py`) the server owns all shares, and `hub.py` runs it. Imports
+`arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from gradengine.arguments import as_index, said, truth_value
@@ -29,6 +32,7 @@ from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
+from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.torch_group import meeting_by_torch
 
 __all__ = [
@@ -54,6 +58,7 @@ def connect(
     bucket_bytes: int = DEFAULT_SHARE_BYTES,
     link: str | None = None,
     served: bool = False,
+    tls: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     communicator: Any = None,
 ) -> Exchange:
@@ -90,15 +95,18 @@ def connect(
             0's value, or if rank 0 has none, the best for the ranks' hosts. `exchange.link` says which it is; it is
             "unix" if not all engines have their arena in shared memory.
         served: True if all ranks connect to a `gradengine serve`, which sums for them: only its port must be reachable.
+        tls: A folder with ca.crt, tls.crt and tls.key, by which all that leaves this host is encrypted, both ends show
+            certificates of one authority (docs/tls.md), and NCCL moves no gradients. None: that in GRADENGINE_TLS; if
+            there is none, data is sent in plain.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is the default one,
             which is None before `init_process_group`. Not together with url, token, job or served.
-        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, token, job, link or
-            served.
+        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, token, job, link,
+            served or tls: MPI's own messages are not encrypted.
 
     Raises:
         CallerError: A bad URL, rank, job or token; an address beyond loopback without a token; an address at which rank
             0 cannot listen; an argument that is neither given nor in the environment; or one that contradicts the
-            communicator or process group, or is not needed with it.
+            communicator or process group, or is not needed with it; or a file of TLS cannot be used.
         DeviceUnavailable: mpi4py or its MPI library is missing; or `link` is "shared_memory" and the system has none.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
 
@@ -107,22 +115,24 @@ def connect(
         ...     exchange.rank, exchange.world_size
         (0, 1)
     """
-    served = truth_value("served", served)
+    served, certificates = truth_value("served", served), certificates_of(tls)
     group: Link | Meeting
     if process_group is not None or communicator is not None or is_over_mpi(url):
-        _refuse_of_sockets(url, process_group, communicator, token=token, job=job, link=link, served=served or None)
+        given = {"token": token, "job": job, "link": link, "served": served or None, "tls": tls}
+        _refuse_of_sockets(url, process_group, communicator, given)
         url, seconds = None, checked_seconds("join_timeout", join_timeout)
         if process_group is not None:
-            group = meeting_by_torch(process_group, link=link, timeout=seconds)
+            group = meeting_by_torch(process_group, link=link, timeout=seconds, tls=certificates)
         else:
             url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
     else:
         url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
         job, at = job_or_launchers(job), address_of(url)
-        group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served)
+        group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served, tls=certificates)
     try:
         _refuse_other_place(group, rank, world_size)
-        calls = None if process_group is None else device_calls_of(process_group)
+        # NCCL would send the gradients in plain.
+        calls = None if process_group is None or certificates is not None else device_calls_of(process_group)
         return Exchange(
             group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes, device_calls=calls
         )
@@ -131,7 +141,7 @@ def connect(
         raise
 
 
-def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, **given: object) -> None:
+def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, given: Mapping[str, object]) -> None:
     """Raise `CallerError` for an argument that is needed only if ranks connect at an address."""
     if process_group is not None and communicator is not None:
         raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
@@ -139,13 +149,14 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, *
     if process_group is not None or communicator is not None:
         way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
     if process_group is not None:
-        del given["link"]
+        given = {name: value for name, value in given.items() if name not in {"link", "tls"}}
     why = {
         "url": "the group says who its ranks are, and how they reach each other",
         "token": "no process outside of the group can join",
         "link": "bytes are sent over the communicator",
         "job": "the ranks are those of one group, whatever other jobs run",
         "served": "there is no server, each rank sums a share",
+        "tls": "MPI sends the bytes",
     }
     for name, value in given.items():
         if value is not None:

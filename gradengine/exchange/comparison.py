@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from gradengine.errors import HandshakeRefused, ProtocolError
+from gradengine.errors import HandshakeRefused, LayoutMismatch, ProtocolError
 from gradengine.exchange.handshake import differing_rows
-from gradengine.layout import GradientLayout
+from gradengine.layout import GradientLayout, layout_from_table
 from gradengine.unpacking import unpack
 
 _VERSION = 2  # of what is told; all ranks need the same
@@ -82,10 +82,20 @@ def refuse_large(layout: GradientLayout, most_bytes: int) -> None:
         raise HandshakeRefused(what, got=f"{layout.nbytes} bytes", expected=expected)
 
 
+def layout_of(rank: int, table: bytes) -> GradientLayout:
+    """The layout in a table that a rank has sent; raises `ProtocolError` if the table is invalid."""
+    try:
+        return layout_from_table(table)
+    except LayoutMismatch as fault:
+        raise ProtocolError(f"rank {rank}: {fault}") from None
+
+
 def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
     """Raise `HandshakeRefused` for ranks with other layouts or steps; `tables` are the layouts, if they differ."""
     for rank, hello in enumerate(hellos):
         if hello.layout != hellos[0].layout:
+            for sender in (rank, 0):
+                layout_of(sender, tables[sender])
             rows = differing_rows(tables[rank], tables[0])
             raise HandshakeRefused(
                 f"layouts differ between rank {rank} (here) and rank 0 (there):\n{rows}",

@@ -12,7 +12,6 @@ from typing import final
 
 from gradengine.errors import (
     DeadlineExceeded,
-    LayoutMismatch,
     NotCopied,
     PeerLost,
     ProtocolError,
@@ -22,6 +21,7 @@ from gradengine.exchange.comparison import (
     ServerHello,
     group_to_resume,
     hellos_of,
+    layout_of,
     packed,
     refuse_differing,
     refuse_large,
@@ -34,7 +34,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Receive, Send
 from gradengine.kernels import HostKernels
-from gradengine.layout import GradientLayout, Span, layout_from_table
+from gradengine.layout import GradientLayout, Span
 
 _LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
 
@@ -163,10 +163,7 @@ class Hub(NotCopied, instead="make one for each group"):
         self._begin_step()
 
     def _layout_of(self, table: bytes) -> GradientLayout:
-        try:
-            layout = layout_from_table(table)
-        except LayoutMismatch as fault:
-            raise ProtocolError(f"rank 0: {fault}") from None
+        layout = layout_of(0, table)
         if layout.fingerprint != self._hellos[0].layout:
             what, expected = "rank 0 sent the table of another layout", self._hellos[0].layout
             raise ProtocolError(what, got=layout.fingerprint, expected=expected)

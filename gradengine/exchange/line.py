@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable
 from typing import TypeVar, final
 
 from gradengine.errors import ExchangeError, HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import error_told
 from gradengine.exchange.links.sockets import close_in_children
+from gradengine.exchange.tls import tell_in_plain
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     MAX_TEXT_BYTES,
@@ -105,8 +107,13 @@ class Line:
 
     def leave(self, message: Message, why: ExchangeError) -> None:
         """Send the reason and close, without waiting."""
+        payload = str(why).encode(errors="replace")
         with contextlib.suppress(OSError):
-            self.say(message, str(why).encode(errors="replace"))
+            try:
+                self.say(message, payload)
+            except ssl.SSLError:
+                tell_in_plain(self.socket, encode_head(message, len(payload)) + payload)
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
             self.socket.recv(1 << 16)  # what is not read resets the connection, and the reason may be lost
         self.socket.close()

@@ -46,6 +46,7 @@ from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import refuse_started, shares_of
+from gradengine.exchange.tls import certificates_of
 from gradengine.kernels import HostKernels
 from gradengine.kernels.decision import Float64
 from gradengine.kernels.device import DeviceArena
@@ -390,10 +391,11 @@ class WorkerClient(Exchange):
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
         token: The group's secret.
-        job: As for `connect`, like timeout and join_timeout.
+        job: As for `connect`, like timeout, join_timeout and tls.
 
     Raises:
-        CallerError: The rank is out of range, or the job's name is too long or not printable.
+        CallerError: The rank is out of range, the job's name is too long or not printable, or a file of TLS cannot be
+            used.
     """
 
     def __init__(
@@ -406,8 +408,10 @@ class WorkerClient(Exchange):
         job: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
+        tls: str | os.PathLike[str] | None = None,
     ) -> None:
-        meeting = Meeting(address, rank, world_size, token=token, job=job_or_launchers(job), is_served=True)
+        job, certificates = job_or_launchers(job), certificates_of(tls)
+        meeting = Meeting(address, rank, world_size, token=token, job=job, is_served=True, tls=certificates)
         super().__init__(meeting, timeout=timeout, join_timeout=join_timeout)
 
 

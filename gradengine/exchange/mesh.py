@@ -58,6 +58,7 @@ from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
+from gradengine.exchange.tls import Certificates, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         job: The job's name.
         link: One of `LINKS`, for all ranks; None on rank 0: the best for the ranks' hosts; on other ranks: rank 0's.
         is_served: Whether a server, not a rank, listens at the address; then `link` must be None.
+        tls: Certificates by which connections over TCP are encrypted; None for plain ones.
 
     Attributes:
         url: The address, on rank 0 with the actual port.
@@ -103,12 +105,13 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         job: str = "",
         link: str | None = None,
         is_served: bool = False,
+        tls: Certificates | None = None,
     ) -> None:
         self.rank, self.world_size = checked_rank(rank, world_size)
         refuse_bad_token(token)
         refuse_bad_job(job)
         self._token, self._job, self._at = token, job, checked_address(address)
-        self._is_served, self._link = is_served, link
+        self._is_served, self._link, self._tls = is_served, link, tls
         _refuse_other_link(link, self._at)
         if is_served and link is not None:
             what = "connect with served=True takes no link: each rank has one connection, with the server"
@@ -125,7 +128,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
         """Connect this rank with all others, or the server, and return its link; call it once. Raises as `mesh`."""
-        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link)
+        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link, self._tls)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
         if self._listener is not None:
@@ -148,6 +151,7 @@ def mesh(
     timeout: float,
     clock: Callable[[], float] = time.monotonic,
     link: str | None = None,
+    tls: Certificates | None = None,
 ) -> SocketLink:
     """A link over a connection with each other rank; returns when this rank is connected with all of them.
 
@@ -159,11 +163,12 @@ def mesh(
         job: The job's name.
         timeout: Seconds for all of this.
         clock: The clock of all seconds here.
-        link: As for `Meeting`.
+        link: As for `Meeting`, like tls.
 
     Raises:
         CallerError: An argument is out of range.
-        HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other.
+        HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other; or
+            TLS fails between them.
         PeerLost: Not all ranks joined in time; the error names the missing ones.
         ProtocolError: The process that answers at the address is not a rank.
     """
@@ -171,7 +176,7 @@ def mesh(
     refuse_bad_token(token)
     refuse_bad_job(job)
     _refuse_other_link(link, at.address if isinstance(at, Listener) else at)
-    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock, link)
+    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock, link, tls)
     return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
 
 
@@ -185,6 +190,7 @@ def link_to_ranks(
     is_closing: Callable[[], bool],
     gives_up: Callable[[float], bool] = lambda _: False,
     clock: Callable[[], float] = time.monotonic,
+    tls: Certificates | None = None,
 ) -> SocketLink:
     """A server's link to the ranks of its next group; returns when all have joined.
 
@@ -197,12 +203,13 @@ def link_to_ranks(
         is_closing: Called while this waits for ranks; returns whether the server ends.
         gives_up: Called while no rank is there, with the time since when; returns whether the wait for the first ends.
         clock: The clock of all seconds here.
+        tls: As for `Meeting`.
 
     Raises:
         PeerLost: As `mesh`; or the server ends.
         HandshakeRefused: A rank with the token has another world size.
     """
-    joining = _Joining(world_size, world_size, token, job, timeout, clock)
+    joining = _Joining(world_size, world_size, token, job, timeout, clock, tls=tls)
     joining.is_closing, joining.gives_up = is_closing, gives_up
     return joining.link(partial(joining.host, listener))
 
@@ -220,8 +227,9 @@ class _Joining:
         timeout: float,
         clock: Callable[[], float],
         link: str | None = None,
+        tls: Certificates | None = None,
     ) -> None:
-        self._rank, self._world_size, self._token, self._given_job = rank, world_size, token, job
+        self._rank, self._world_size, self._token, self._given_job, self._tls = rank, world_size, token, job, tls
         self._timeout, self._clock, self._link = timeout, clock, link  # rank 0's is that of all from `host`, `join` on
         self._is_server = rank == world_size
         self._who = "the server" if self._is_server else f"rank {rank}"
@@ -236,6 +244,7 @@ class _Joining:
         self._listener: Listener | None = None
         self._selector = selectors.DefaultSelector()
         self._has_not = ""  # done what it is doing, for the error at the deadline
+        self._called = ""  # who was called last
         self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
         self._failure: ExchangeError | None = None  # one that ends the group
 
@@ -313,6 +322,8 @@ class _Joining:
             except OSError as fault:
                 if fault.errno in _FULL:
                     raise self._full(fault) from None
+                if (refusal := refusal_of(fault, self._called)) is not None:
+                    raise refusal from None
                 reason = fault.strerror or str(fault)
             if self._left() < RETRY_SECONDS:
                 what = f"{self._who} has not {self._has_not} ({reason})"
@@ -352,11 +363,12 @@ class _Joining:
 
     def _call(self, rank: int, address: Address) -> Line:
         """A line to a rank or the server, after both have proved themselves."""
-        who = "the server" if rank == self._world_size else f"rank {rank}"
+        who = self._called = "the server" if rank == self._world_size else f"rank {rank}"
         if not is_nameless(address):
             self._has_not = f"reached {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
+            connection = self._encrypted(connection, is_called=False)
             line = Line(connection, who, self._left)
             hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
@@ -415,6 +427,7 @@ class _Joining:
             self._make_room(fault)
             return
         try:
+            connection = self._encrypted(connection, is_called=True)
             line = Line(connection, "a caller")
             line.beside = "" if line.is_local else beside
             self._selector.register(connection, selectors.EVENT_READ, line)
@@ -441,8 +454,10 @@ class _Joining:
             self._answer(line)
         except BlockingIOError:
             pass
-        except OSError:
-            self._drop(line)
+        except OSError as fault:
+            refusal = refusal_of(fault, line.who)
+            self._refused = refusal or self._refused
+            self._drop(line, refusal)
         except ExchangeError as refusal:
             self._refused = refusal
             self._drop(line, refusal)
@@ -499,6 +514,12 @@ class _Joining:
                 self._begin()
 
     # ---- both ----
+
+    def _encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
+        """A connection over TLS, if there are certificates and it leaves this host."""
+        if self._tls is None or connection.family == socket.AF_UNIX:
+            return connection
+        return self._tls.encrypted(connection, is_called=is_called)
 
     def _full(self, fault: OSError) -> ExchangeError:
         """The error where this process, or its system, can have no more sockets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from types import TracebackType
@@ -21,6 +22,7 @@ from gradengine.exchange.interface import (
 )
 from gradengine.exchange.listener import Listener
 from gradengine.exchange.mesh import link_to_ranks
+from gradengine.exchange.tls import certificates_of
 from gradengine.threads import Bell, Threads
 
 if TYPE_CHECKING:
@@ -46,13 +48,14 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         join_timeout: Seconds that the first worker waits for the others, and `serve` for the first worker.
         bucket_bytes: Bytes that are summed at a time; changes no bit of the result.
         max_arena_bytes: The largest arena of the workers' layout.
+        tls: As for `connect`.
 
     Attributes:
         address: The address, with the actual port.
 
     Raises:
         CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
-            token.
+            token; or a file of TLS cannot be used.
 
     Example:
         >>> with GradientServer(world_size=2) as server:
@@ -71,11 +74,12 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         max_arena_bytes: int = 1 << 36,
+        tls: str | os.PathLike[str] | None = None,
     ) -> None:
         _, self._world_size = checked_rank(0, world_size)
         if job is not None:
             refuse_bad_job(job)
-        self._token, self._job = token, job
+        self._token, self._job, self._tls = token, job, certificates_of(tls)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
@@ -157,6 +161,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
                 timeout=self._join_timeout,
                 is_closing=self._closes,
                 gives_up=self._gives_up,
+                tls=self._tls,
             )
             Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes).serve(
                 self._closes

@@ -20,13 +20,16 @@ from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import address_of
+from gradengine.exchange.tls import Certificates
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
 _SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
 _TOLD_BYTES = 512
 
 
-def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: float) -> Meeting:
+def meeting_by_torch(
+    process_group: Any, *, link: str | None = None, timeout: float, tls: Certificates | None = None
+) -> Meeting:
     """This rank's meeting with the ranks of a process group; made on all of them together.
 
     If all ranks are on one host they use its loopback; else rank 0 listens where gloo does: at the first interface in
@@ -34,7 +37,7 @@ def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: fl
 
     Args:
         process_group: A group of torch.distributed, with any backend. Its own messages are not disturbed.
-        link: As for `Meeting`.
+        link: As for `Meeting`, like tls.
         timeout: Seconds in which all ranks must call this.
 
     Raises:
@@ -50,7 +53,7 @@ def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: fl
         gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
         hosts = _gathered(gloo, ranks, _this_host())
         if rank == 0:
-            return _host(gloo, ranks, len({*hosts}) == 1, link)
+            return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, link, tls)
         url, _, token = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
     except RuntimeError as fault:
         said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
@@ -58,15 +61,14 @@ def meeting_by_torch(process_group: Any, *, link: str | None = None, timeout: fl
         raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
     if not url:
         raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
-    return Meeting(address_of(url), rank, len(ranks), token=token, link=link)
+    return Meeting(address_of(url), rank, len(ranks), token=token, link=link, tls=tls)
 
 
-def _host(gloo: Any, ranks: Sequence[int], is_one_host: bool, link: str | None) -> Meeting:
+def _host(gloo: Any, ranks: Sequence[int], host: str | None, link: str | None, tls: Certificates | None) -> Meeting:
     """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
     token = secrets.token_hex(16)
     try:
-        host = "127.0.0.1" if is_one_host else _host_of_gloo()
-        meeting = Meeting((host, 0), 0, len(ranks), token=token, link=link)
+        meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), token=token, link=link, tls=tls)
     except BaseException:
         _gathered(gloo, ranks, b"")
         raise

@@ -1,4 +1,4 @@
-"""A link over connected stream sockets, TCP or Unix: from the sender's memory into the receiver's, without a thread.
+"""A link over connected stream sockets, TCP, TLS or Unix: from the sender's memory to the receiver's, without a thread.
 
 A message is one msgpack array: tag, checksum and payload; the 20 bytes before the payload are its head. Nothing after a
 head is read until a receive for its message is open: so the socket holds back messages that are not received yet, and
@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, final
 
@@ -61,12 +61,13 @@ class SocketLink(Link):
         self._over: list[Completion] = []
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
         self._farewells: dict[int, int | None] = {}  # whom a rank that has closed had lost
-        self._unheld: list[Connection] = []  # that are not watched again yet
+        self._unheld: list[Connection] = []  # to be read though nothing rings the bell for them
         self._lock = threading.Lock()  # while sockets and memory are used
         self.bell = _SocketBell(self._lock)
         for theirs in self._connections.values():
             for connection in theirs:
                 self._watch(connection)
+                self._read_on(connection)
         _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -185,6 +186,13 @@ class SocketLink(Link):
             self._unheld = []
             for connection in ready:
                 self._move(connection)
+                self._read_on(connection)
+
+    def _read_on(self, connection: Connection) -> None:
+        """Read a connection again if TLS has received more of it already: then nothing rings the bell."""
+        if connection.held is None and not connection.has_ended and connection.pending():
+            self._unheld.append(connection)
+            self.bell.ring()
 
     def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over or nothing more can be done."""
@@ -335,6 +343,7 @@ class Connection:
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer, self.socket = peer, connection
+        self.pending: Callable[[], int] = getattr(connection, "pending", int)  # bytes that TLS has deciphered
         self.outgoing: deque[Completion] = deque()
         self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
         self.head = bytearray(_HEAD.size)

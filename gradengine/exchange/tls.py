@@ -1,0 +1,133 @@
+"""TLS between machines: both ends show certificates of the group's own authority, before either proves the token."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from gradengine.arguments import said
+from gradengine.errors import CallerError, HandshakeRefused
+
+AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
+VARIABLE = "GRADENGINE_TLS"
+_RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
+_DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"
+
+
+@final
+class Certificates:
+    """A rank's certificate and its group's authority, which sign the rank's connections; TLS 1.3 alone.
+
+    Whoever has a certificate of the authority is let in, whatever name is in it: ranks are known by addresses, and an
+    authority is for one group or for machines that trust each other.
+
+    Args:
+        folder: A folder with ca.crt (the authority's certificate), tls.crt (the rank's) and tls.key (its key, without a
+            password), all PEM.
+
+    Raises:
+        CallerError: A file is missing or cannot be read, or the key is not the certificate's.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
+        self.folder = Path(folder)
+        self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
+        self._called.num_tickets = 0  # no connection is resumed
+
+    def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
+        """A socket that encrypts what is sent over a connected one, which it replaces.
+
+        The ends show their certificates when they are first read or written; then `refusal_of` tells why one failed.
+        """
+        context = self._called if is_called else self._calling
+        return context.wrap_socket(connection, server_side=is_called, do_handshake_on_connect=False)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.sslsocket_class = _TlsSocket
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+        for name in (AUTHORITY, CERTIFICATE, KEY):
+            self._refuse_unreadable(self.folder / name)
+        try:
+            context.load_verify_locations(self.folder / AUTHORITY)
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=self._refuse_password)
+        except OSError as fault:
+            what = f"the certificates in {str(self.folder)!r} cannot be used ({_reason(fault)})"
+            raise CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md") from None
+        return context
+
+    def _refuse_unreadable(self, path: Path) -> None:
+        try:
+            path.read_bytes()
+        except OSError as fault:
+            names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
+            what = f"cannot read {str(path)!r} for TLS: {fault.strerror}"
+            raise CallerError(what, expected=f"{names} in one folder", do="see docs/tls.md") from None
+
+    def _refuse_password(self) -> NoReturn:
+        # OpenSSL would ask for it on the terminal.
+        what, do = f"{str(self.folder / KEY)!r} has a password", f"openssl pkey -in {KEY} -out the same without one"
+        raise CallerError(what, do=do)
+
+
+def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | None:
+    """The certificates in a folder; if it is None, in that of GRADENGINE_TLS; None if there is neither."""
+    folder = folder if folder is not None else os.environ.get(VARIABLE) or None
+    return None if folder is None else Certificates(folder)
+
+
+def refusal_of(fault: OSError, who: str) -> HandshakeRefused | None:
+    """The refusal in an error of a socket: TLS has failed with `who`; None for any other error."""
+    if not isinstance(fault, ssl.SSLError) or isinstance(fault, ssl.SSLEOFError):
+        return None
+    return HandshakeRefused(f"TLS with {who} failed ({_reason(fault)})", do=_DO)
+
+
+def tell_in_plain(connection: socket.socket, data: bytes) -> None:
+    """Send bytes as they are over a connection whose TLS has failed: OpenSSL has no word for a caller without TLS."""
+    socket.socket.send(connection, data)
+
+
+def _reason(fault: OSError) -> str:
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return f"its certificate is not taken: {fault.verify_message}"
+    return str(getattr(fault, "reason", None) or fault.strerror or fault).replace("_", " ").lower()
+
+
+@final
+class _TlsSocket(ssl.SSLSocket):
+    """An encrypted socket with the interface of a plain one, where this differs from OpenSSL's."""
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        try:
+            return super().send(data, flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def sendmsg(self, parts: Iterable[Any], ancillary: Sequence[Any] = (), *_: Any) -> int:  # type: ignore[override]
+        """Send the parts' first bytes, at most one record; if there is no room, call again with the same parts."""
+        record = bytearray()
+        for part in parts:
+            record += part[: _RECORD_BYTES - len(record)]
+        return self.send(record)
+
+    def recv(self, size: int = 1024, flags: int = 0) -> bytes:
+        if flags:  # SSLSocket refuses them; that the other end has closed shows in the encrypted bytes too
+            return socket.socket.recv(self, size, flags)
+        try:
+            return super().recv(size)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        try:
+            return super().recv_into(buffer, nbytes, flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None

@@ -1,0 +1,328 @@
+"""TLS: the same sums, nothing in plain on the wire, and whoever has no certificate of the authority is told so."""
+
+import contextlib
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from channel import TOKEN, knock
+from faulty import Between, Reset, Slices, Way
+from test_exchange_mesh import Clock, Started, start
+from transports import SMALL, SOON, bound, contributions, leave_together, on_all, outcomes, rank_order_sum, tcp_pair
+
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost
+from gradengine.exchange import GradientServer, Progress, WorkerClient, connect
+from gradengine.exchange.linked import Exchange
+from gradengine.exchange.links.sockets import SocketLink
+from gradengine.exchange.listener import Listener
+from gradengine.exchange.tls import Certificates, certificates_of
+from gradengine.layout import GradientLayout
+
+pytestmark = pytest.mark.timeout(150)
+PAGE = Path(__file__).parent.parent / "docs/tls.md"
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """What the page makes: "run", of one certificate, and "node1", of an authority's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("certificates")
+    for lines in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        shell(lines, folder)
+    return folder
+
+
+def shell(lines, folder):
+    subprocess.run(["sh", "-e", "-c", lines], cwd=folder, check=True, capture_output=True, timeout=SOON)
+
+
+@pytest.fixture
+def run(folders):
+    return Certificates(folders / "run")
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(("127.0.0.1", 0), TOKEN)
+    yield listener
+    listener.close()
+
+
+# ---- the sums ----
+
+
+@pytest.mark.parametrize("size", [1, 5000, 300_000])
+def test_the_sums_of_step_after_step_are_those_over_plain_connections(listener, run, size):
+    layout = GradientLayout.of({"layers.1": (size,), "layers.0": (7,)})
+    parts = contributions(layout, 3)
+    links = [rank.link() for rank in start(listener, 3, range(3), tls=run, link="tcp")]
+    exchanges = [Exchange(link, timeout=SOON, join_timeout=SOON, bucket_bytes=1 << 18) for link in links]
+    workers = bound(exchanges, layout, parts)
+    for _ in range(3):
+        on_all(lambda worker: worker.sum(), workers)
+        assert all(worker.arena.tobytes() == rank_order_sum(parts).tobytes() for worker in workers)
+        on_all(lambda worker: worker.next_step(parts[worker.exchange.rank]), workers)
+    on_all(leave_together, workers)
+
+
+@pytest.mark.parametrize("is_served", [False, True], ids=["mesh", "served"])
+def test_connect_and_a_server_take_a_folder_or_the_environments(folders, monkeypatch, is_served):
+    folder = str(folders / "node1")
+    with contextlib.ExitStack() as stack:
+        if is_served:
+            server = stack.enter_context(GradientServer(2, tls=folder))
+            monkeypatch.setenv("GRADENGINE_TLS", folder)
+            exchanges = [WorkerClient(server.address, 0, 2), connect(server.url, 1, 2, served=True)]
+        else:
+            first = connect("tcp://127.0.0.1:0", 0, 2, tls=folder, link="tcp")
+            monkeypatch.setenv("GRADENGINE_TLS", folder)
+            exchanges = [first, connect(first.url, 1, 2)]
+        parts = contributions(SMALL, 2)
+        workers = bound(exchanges, SMALL, parts)
+        on_all(lambda worker: worker.sum(), workers)
+        assert all(worker.arena.tobytes() == rank_order_sum(parts).tobytes() for worker in workers)
+        assert all(is_encrypted(each) for exchange in exchanges for each in sockets_of(exchange))
+        on_all(leave_together, workers)
+
+
+def sockets_of(exchange):
+    return [connection.socket for theirs in exchange._link._connections.values() for connection in theirs]
+
+
+def is_encrypted(connection):
+    return isinstance(connection, ssl.SSLSocket) and connection.version() == "TLSv1.3"
+
+
+def test_ranks_on_one_host_go_on_over_unix_sockets(run, listener):
+    """What they send does not leave the host; they have met over TLS."""
+    near = Listener(("127.0.0.1", 0), TOKEN, is_beside=True)
+    links = [rank.link() for rank in start(near, 2, range(2), tls=run, link="unix")]
+    assert [link.name for link in links] == ["unix"] * 2
+    for link in links:
+        link.close()
+
+
+# ---- what goes over the wire ----
+
+
+class Recorded(Way):
+    """Carries bytes as they are, and keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = bytearray()
+
+    def read(self, data):
+        self.bytes += data
+
+
+class Flipped(Way):
+    """Flips a bit of the byte at this place, of all that go this way."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def read(self, data):
+        """It cannot tell messages from each other."""
+
+    def changed(self, data):
+        if 0 <= self.place - self.carried < len(data):
+            data[self.place - self.carried] ^= 1
+        return data
+
+
+class SmallPieces(Slices):
+    read = Flipped.read
+
+
+class ResetAt(Reset):
+    read = Flipped.read
+
+
+def a_step(certificates, *ways):
+    """What a step of two ranks ends with, and their arenas; their bytes go these ways, to rank 1 and from it."""
+    middle = Between(tcp_pair, *ways[::-1])
+    ends = [middle.second, middle.first]
+    if certificates is not None:
+        ends = [certificates.encrypted(end, is_called=rank == 0) for rank, end in enumerate(ends)]
+    links = [SocketLink(rank, {1 - rank: [end]}) for rank, end in enumerate(ends)]
+    exchanges = [Exchange(link, timeout=SOON, join_timeout=SOON, bucket_bytes=4) for link in links]
+    arenas = contributions(SMALL, 2)
+
+    def work(exchange):
+        exchange.bind(SMALL, arenas[exchange.rank], Progress())
+        exchange.start(*SMALL.spans)
+        exchange.wait()
+        exchange.barrier()
+
+    found = outcomes(work, exchanges)
+    for exchange in exchanges:
+        exchange.close()
+    middle.end()
+    return found, arenas
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_no_gradient_can_be_seen_on_the_wire(run, is_encrypted):
+    ways = Recorded(), Recorded()
+    found, arenas = a_step(run if is_encrypted else None, *ways)
+    assert found == [None] * 2
+    seen = bytes(ways[0].bytes + ways[1].bytes)
+    slot = max(SMALL.slots, key=lambda slot: slot.size)
+    (total,) = {arena[slot.offset :][:2].tobytes() for arena in arenas}
+    assert total == rank_order_sum(contributions(SMALL, 2))[slot.offset :][:2].tobytes()
+    assert (total in seen) is not is_encrypted
+
+
+def test_what_comes_a_few_bytes_at_a_time_is_summed_as_ever(run):
+    found, arenas = a_step(run, SmallPieces(1), SmallPieces(2))
+    assert found == [None] * 2
+    assert all(arena.tobytes() == rank_order_sum(contributions(SMALL, 2)).tobytes() for arena in arenas)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("fault", [Flipped, ResetAt])
+def test_what_is_changed_or_cut_on_the_way_is_an_error_and_never_another_sum(run, way, part, fault):
+    whole = Recorded(), Recorded()
+    assert a_step(run, *whole)[0] == [None] * 2
+    ways = [Recorded(), Recorded()]
+    ways[way] = fault(int(len(whole[way].bytes) * part))
+    found, arenas = a_step(run, *ways)
+    assert any(isinstance(each, ExchangeError) for each in found), found
+    assert all(each is None or isinstance(each, ExchangeError) for each in found), found
+    parts = contributions(SMALL, 2)
+    possible = [*parts, rank_order_sum(parts)]
+    for arena in arenas:
+        for slot in SMALL.slots:
+            here = slice(slot.offset, slot.stop)
+            assert arena[here].tobytes() in [each[here].tobytes() for each in possible]
+
+
+# ---- who is refused ----
+
+
+def refused(listener, first, second):
+    """What rank 0 and rank 1 say that have these certificates: rank 1 at once, rank 0 at its deadline."""
+    clock = Clock()
+    ranks = [Started(listener, 0, 2, clock=clock, tls=first), Started(listener.address, 1, 2, tls=second)]
+    told = ranks[1].error()
+    clock.jump(listener.address)
+    return ranks[0].error(), told
+
+
+def test_a_certificate_of_another_authority(listener, folders, run):
+    (kind, by_first), told = refused(listener, run, Certificates(folders / "node1"))
+    assert told[0] is HandshakeRefused
+    assert "TLS with rank 0 failed (its certificate is not taken: " in told[1]
+    assert kind is PeerLost
+    assert "(last refused here: TLS with a caller failed (" in by_first
+    assert "docs/tls.md" in by_first
+
+
+def test_a_certificate_that_only_the_called_rank_does_not_take(listener, folders, run, tmp_path):
+    """The caller has both authorities, and hears only after it has shown its own certificate."""
+    for name in ("tls.crt", "tls.key"):
+        shutil.copy(folders / "node1" / name, tmp_path)
+    (tmp_path / "ca.crt").write_text((folders / "run/ca.crt").read_text() + (folders / "node1/ca.crt").read_text())
+    (_, by_first), told = refused(listener, run, Certificates(tmp_path))
+    assert told[0] is HandshakeRefused
+    assert re.search(r"TLS with rank 0 failed \(.*unknown ca", told[1]), told
+    assert "(last refused here: TLS with a caller failed (its certificate is not taken: " in by_first
+
+
+def test_one_that_has_ended(listener, tmp_path, run):
+    shell("openssl req -newkey rsa:2048 -nodes -subj /CN=past -keyout tls.key -out asked", tmp_path)
+    shell("openssl x509 -req -in asked -signkey tls.key -days -1 -out tls.crt; cp tls.crt ca.crt", tmp_path)
+    _, told = refused(listener, Certificates(tmp_path), Certificates(tmp_path))
+    assert "TLS with rank 0 failed (its certificate is not taken: certificate has expired" in told[1]
+
+
+def test_a_rank_without_certificates_hears_of_them(listener, run):
+    (_, by_first), told = refused(listener, run, None)
+    assert told[0] is HandshakeRefused
+    assert "rank 0 refuses: TLS with a caller failed (wrong version number); give all ranks tls=" in told[1]
+    assert "(last refused here: TLS with a caller failed (" in by_first
+
+
+def test_a_rank_with_certificates_where_rank_0_has_none(listener, run):
+    (_, by_first), told = refused(listener, None, run)
+    assert told[0] is HandshakeRefused
+    assert "TLS with rank 0 failed (wrong version number)" in told[1]
+    assert "(last refused here: not a gradengine message: got 16030" in by_first
+
+
+def test_a_certificate_without_the_token(listener, run):
+    clock = Clock()
+    first, second = (
+        Started(at, rank, 2, clock=clock, tls=run, token=token)
+        for rank, (at, token) in enumerate([(listener, TOKEN), (listener.address, "another secret of ranks")])
+    )
+    assert second.error()[0] is HandshakeRefused
+    clock.jump(listener.address)
+    assert "rank 1 has another token" in first.error()[1]
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000])
+def test_strangers_that_do_not_speak_tls_or_stop_in_it_hold_up_nobody(listener, run, said):
+    with contextlib.closing(knock(listener.address)) as stranger:
+        stranger._socket.sendall(said)
+        for link in [rank.link() for rank in start(listener, 3, range(3), tls=run, link="tcp")]:
+            link.close()
+
+
+def test_an_older_tls_is_refused(listener, run, folders):
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock, tls=run)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection(listener.address) as plain, pytest.raises(ssl.SSLError, match=r"(?i)version"):
+        context.wrap_socket(plain)
+    clock.jump(listener.address)
+    assert "unsupported protocol" in first.error()[1]
+
+
+# ---- the folder ----
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_file_that_is_missing_or_no_pem_is_named_and_nothing_is_opened(folders, tmp_path, name):
+    shutil.copytree(folders / "run", tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text("no certificate")
+    with pytest.raises(CallerError, match=rf"the certificates in '{tmp_path}' cannot be used"):
+        connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CallerError, match=rf"cannot read '{tmp_path / name}' for TLS: No such file"):
+        connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
+
+
+def test_a_key_of_another_certificate(folders, tmp_path):
+    shutil.copytree(folders / "run", tmp_path, dirs_exist_ok=True)
+    shutil.copy(folders / "node1/tls.key", tmp_path)
+    with pytest.raises(CallerError, match=r"\(key values mismatch\).*expected PEM, and tls.key the key of tls.crt"):
+        Certificates(tmp_path)
+
+
+def test_a_key_with_a_password_is_refused_where_openssl_would_ask_on_the_terminal(folders, tmp_path):
+    shutil.copytree(folders / "run", tmp_path, dirs_exist_ok=True)
+    shell("openssl pkcs8 -topk8 -passout pass:secret -in tls.key -out locked && mv locked tls.key", tmp_path)
+    with pytest.raises(CallerError, match=r"tls.key' has a password"):
+        Certificates(tmp_path)
+
+
+@pytest.mark.parametrize("folder", [3, b"run", True])
+def test_what_is_no_folder(folder):
+    with pytest.raises(CallerError, match="tls is not a folder"):
+        certificates_of(folder)
+
+
+def test_mpi_takes_none(run):
+    with pytest.raises(CallerError, match=r"takes no tls: MPI sends the bytes"):
+        connect("mpi://", tls=run.folder)
