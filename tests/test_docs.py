@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 # The other pages of docs/ answer a question each.
 REFERENCES = {
-    f"docs/{name}.md" for name in ("gpu-check", "gpu", "measured", "nccl", "numerics", "security", "tls", "wire")
+    f"docs/{name}.md"
+    for name in ("faults", "gpu-check", "gpu", "measured", "nccl", "numerics", "security", "tls", "wire")
 }
 ANSWERS = [page for page in PAGES if page.startswith("docs/") and page not in REFERENCES]
 # Optional; a page that imports one is skipped where it is not installed.

@@ -5,9 +5,8 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
-from pathlib import Path
 
+import certificates
 import pytest
 from channel import TOKEN, knock
 from faulty import Between, Reset, Slices, Way
@@ -23,22 +22,11 @@ from gradengine.exchange.tls import Certificates, certificates_of
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
-PAGE = Path(__file__).parent.parent / "docs/tls.md"
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """What the page makes: "run", of one certificate, and "node1", of an authority's."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("certificates")
-    for lines in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
-        shell(lines, folder)
-    return folder
-
-
-def shell(lines, folder):
-    subprocess.run(["sh", "-e", "-c", lines], cwd=folder, check=True, capture_output=True, timeout=SOON)
+@pytest.fixture
+def folders():
+    return certificates.folders()
 
 
 @pytest.fixture
@@ -238,8 +226,10 @@ def test_a_certificate_that_only_the_called_rank_does_not_take(listener, folders
 
 
 def test_one_that_has_ended(listener, tmp_path, run):
-    shell("openssl req -newkey rsa:2048 -nodes -subj /CN=past -keyout tls.key -out asked", tmp_path)
-    shell("openssl x509 -req -in asked -signkey tls.key -days -1 -out tls.crt; cp tls.crt ca.crt", tmp_path)
+    certificates.shell("openssl req -newkey rsa:2048 -nodes -subj /CN=past -keyout tls.key -out asked", tmp_path)
+    certificates.shell(
+        "openssl x509 -req -in asked -signkey tls.key -days -1 -out tls.crt; cp tls.crt ca.crt", tmp_path
+    )
     _, told = refused(listener, Certificates(tmp_path), Certificates(tmp_path))
     assert "TLS with rank 0 failed (its certificate is not taken: certificate has expired" in told[1]
 
@@ -312,7 +302,9 @@ def test_a_key_of_another_certificate(folders, tmp_path):
 
 def test_a_key_with_a_password_is_refused_where_openssl_would_ask_on_the_terminal(folders, tmp_path):
     shutil.copytree(folders / "run", tmp_path, dirs_exist_ok=True)
-    shell("openssl pkcs8 -topk8 -passout pass:secret -in tls.key -out locked && mv locked tls.key", tmp_path)
+    certificates.shell(
+        "openssl pkcs8 -topk8 -passout pass:secret -in tls.key -out locked && mv locked tls.key", tmp_path
+    )
     with pytest.raises(CallerError, match=r"tls.key' has a password"):
         Certificates(tmp_path)
 

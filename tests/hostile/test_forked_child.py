@@ -9,16 +9,17 @@ import pytest
 SCRIPT = """
 import os, sys, threading
 import numpy as np
-from gradengine import GradientEngine, GradientLayout, GradientServer, connect
+from gradengine import GradientEngine, GradientLayout, GradientServer, connect, local_group
 from gradengine.errors import CallerError
 
 kind, end, folder = sys.argv[1:]
 layout = GradientLayout.of({"w": (1000,)})
 server = GradientServer(2) if kind == "served" else None
-url = server.url if server else f"unix://{folder}/s" if kind == "unix" else "tcp://127.0.0.1:0"
-link = None if server else "tcp" if kind == "tcp" else "shared_memory" if hasattr(os, "memfd_create") else "unix"
-ranks, engines = [], {}
-for rank in range(2):
+is_here = kind in {"unix", "shared memory"}
+url = server.url if server else f"unix://{folder}/s" if is_here else "tcp://127.0.0.1:0"
+link = None if server else "shared_memory" if kind == "shared memory" else "unix" if is_here else "tcp"
+ranks, engines = local_group(2) if kind == "threads" else [], {}
+for rank in range(len(ranks), 2):
     ranks.append(connect(ranks[0].url if ranks else url, rank, 2, served=bool(server), link=link))
 
 def step(rank):
@@ -60,8 +61,10 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.parametrize("end", ["exit", "raise"])
-@pytest.mark.parametrize("kind", ["tcp", "unix", "served"])
+@pytest.mark.parametrize("kind", ["threads", "tcp", "unix", "shared memory", "served"])
 def test_a_child_that_uses_the_exchange_is_refused_and_its_end_is_not_the_ranks(kind, end, tmp_path):
+    if kind == "shared memory" and not hasattr(os, "memfd_create"):
+        pytest.skip("no memfd on this platform")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, kind, end, str(tmp_path)],
         capture_output=True,

@@ -1,0 +1,144 @@
+"""What comes through each door, as a function of bytes: it ends, lets nobody in, and raises errors of ours alone."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import tempfile
+
+import numpy as np
+
+from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange import mesh
+from gradengine.exchange.comparison import Hello, group_to_resume, hellos_of, packed, refuse_differing, server_hello_of
+from gradengine.exchange.frontiers import frontier_of, frontiers_of
+from gradengine.exchange.line import Line
+from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.shared_memory import SharedMemoryLink
+from gradengine.exchange.links.sockets import SocketLink
+from gradengine.exchange.reach import addresses_of
+from gradengine.exchange.wire import PREFIX_BYTES, decode_header, decode_prefix, encode_head
+from gradengine.layout import GradientLayout, layout_from_table
+
+TOKEN = "a token that the fuzzer does not know"
+MOST_BYTES = 1 << 16  # of one input: a socket has room for it
+HELLO = packed(Hello("a", 1 << 22, 3, False, False, False, bytes(16), bytes(16), 1, 2, 1 << 22, True, bytes(16)))
+LAYOUT = GradientLayout.of({"layers.0.w": (5,), "head": (3, 2)})
+
+
+def message(data: bytes) -> None:
+    """The decoder of the handshake's messages; what it takes, it writes as it was."""
+    with contextlib.suppress(ProtocolError):
+        header_bytes, payload_bytes = decode_prefix(data[:PREFIX_BYTES])
+        found = decode_header(data[PREFIX_BYTES : PREFIX_BYTES + header_bytes], payload_bytes)
+        again = encode_head(found, payload_bytes)
+        assert decode_header(again[PREFIX_BYTES:], payload_bytes) == found
+
+
+def hello(data: bytes) -> None:
+    """What ranks and a server tell when they join."""
+    with contextlib.suppress(ProtocolError, HandshakeRefused):
+        hellos, _ = hellos_of([data, data])
+        refuse_differing(hellos, [LAYOUT.table()] * 2)
+        group_to_resume(hellos)
+    with contextlib.suppress(ProtocolError, HandshakeRefused):
+        server_hello_of(data, LAYOUT)
+
+
+def table(data: bytes) -> None:
+    """A layout's table, as a server reads it, and as ranks show in what it differs."""
+    with contextlib.suppress(GradientError):
+        layout = layout_from_table(data)
+        assert layout_from_table(layout.table()) == layout
+    with contextlib.suppress(GradientError):
+        hellos = [hellos_of([HELLO])[0][0]._replace(layout=name) for name in ("a", "b")]
+        refuse_differing(hellos, [LAYOUT.table(), data])
+
+
+def addresses(data: bytes) -> None:
+    """Rank 0's list of addresses."""
+    with contextlib.suppress(ProtocolError):
+        addresses_of(data, 2, "10.0.0.1")
+
+
+def frontier(data: bytes) -> None:
+    """How far another rank's half-summed step is."""
+    mine = frontier_of(3, bytes([1, 3, 3]), [True, False])
+    with contextlib.suppress(ProtocolError, HandshakeRefused):
+        frontiers_of([mine, data], 0, mine, np.array([0, 1, 0]), 2)
+
+
+def stranger(data: bytes) -> None:
+    """All that a caller says to rank 0; nobody is let in by it."""
+    joining = mesh._Joining(0, 2, TOKEN, "", 60.0, lambda: 0.0)
+    with _said(data) as ours:
+        line = Line(ours, "a caller")
+        joining._selector.register(ours, selectors.EVENT_READ, line)
+        joining._strangers.append(line)
+        while line in joining._strangers:
+            joining._hear(line)
+    joining.end()
+    assert not joining.lines
+
+
+def listener(data: bytes) -> None:
+    """All that whoever listens at rank 0's address answers; a rank that calls takes nobody for rank 0."""
+    with _said(data) as ours, tempfile.TemporaryDirectory() as folder:
+        joining = mesh._Joining(1, 2, TOKEN, "", 60.0, lambda: 0.0)
+        connect, mesh.connect_once = mesh.connect_once, lambda *_: ours
+        try:
+            joining._meet(f"{folder}/s")
+        except (OSError, ExchangeError):
+            pass
+        else:
+            raise AssertionError("a stranger was taken for rank 0")
+        finally:
+            mesh.connect_once = connect
+            joining.end()
+        assert not joining.lines
+
+
+def link(data: bytes) -> None:
+    """What a rank sends over its link, in a step: what is not its message changes no memory that was not to receive."""
+    _over_a_link(data, SocketLink)
+
+
+def shared_memory(data: bytes) -> None:
+    """The same, where ranks lend each other their memory."""
+    if hasattr(socket, "SCM_RIGHTS"):
+        _over_a_link(data, SharedMemoryLink)
+
+
+def _over_a_link(data: bytes, kind: type[SocketLink]) -> None:
+    with _said(data) as ours:
+        link = kind(0, {1: [ours]})
+        memory = np.zeros(64, np.uint8)
+        for tag in (0, 1, 6):
+            link.receive(1, tag, memory[8 * tag : 8 * tag + 8])
+        over = []
+        with contextlib.suppress(PeerLost, ProtocolError):
+            while new := link.poll():  # it is empty too where a message waits that nobody receives
+                over += new
+        link.close()
+        written = {tag for completed, _, tag in over if completed in {Completed.RECEIVED, Completed.DAMAGED}}
+        begun = {tag for tag in (0, 1, 6) if memory[8 * tag : 8 * tag + 8].any()}
+        assert not memory[16:48].any()
+        assert not memory[56:].any()
+        assert len(begun - written) <= 1, "more than one message had begun to arrive"
+
+
+@contextlib.contextmanager
+def _said(data: bytes):
+    """One end of a connection at whose other end this was said, and nothing more is."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data[:MOST_BYTES])
+        theirs.shutdown(socket.SHUT_WR)
+        yield ours
+
+
+TARGETS = {
+    each.__name__: each
+    for each in (message, hello, table, addresses, frontier, stranger, listener, link, shared_memory)
+}
