@@ -1,5 +1,6 @@
 """The command line as a user meets it: what it prints, how it fails, what it leaves behind."""
 
+import io
 import os
 import re
 import signal
@@ -12,16 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from channel import TOKEN
+from rich.console import Console
 from test_exchange_mesh import call, told_by
-from transports import SOON
+from transports import SOON, bound, contributions, on_all
 from typer.testing import CliRunner
 
 import gradengine
-from gradengine import GradientEngine, GradientLayout, WorkerClient
+from gradengine import GradientEngine, GradientLayout, GradientServer, WorkerClient
 from gradengine.__main__ import main
 from gradengine.cli import app
 from gradengine.errors import HandshakeRefused, PeerLost
 from gradengine.exchange import Progress
+from gradengine.serve import table
 
 SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 QUICK = ["demo", *SMALL, "--steps", "30", "--compared-steps", "8"]
@@ -473,14 +477,14 @@ def test_serve_sums_until_its_workers_have_gone(tmp_path, where, job):
     assert sums_of_two(url, job=job) == [[1.5] * 3] * 2
     _, error = process.communicate(timeout=2 * SOON)
     assert process.returncode == 0, error
-    assert error == "all 2 workers have connected and left\n"
+    assert error.endswith("\nall 2 workers have connected and left\n")
 
 
 def test_serve_without_a_job_s_name_serves_its_first_rank_s_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the server alone: it is another job's
     process, url = start_server(tmp_path, "--world-size", "2")
     assert sums_of_two(url, job="SLURM_JOB_ID=7") == [[1.5] * 3] * 2
-    assert process.communicate(timeout=2 * SOON)[1] == "all 2 workers have connected and left\n"
+    assert process.communicate(timeout=2 * SOON)[1].endswith("\nall 2 workers have connected and left\n")
 
 
 @pytest.mark.parametrize("given", ["file", "environment"])
@@ -557,7 +561,43 @@ def test_serve_says_which_worker_was_killed_also_between_steps(tmp_path, ends, c
     """One whose script just ends, without closing its exchange, has left."""
     process, url = start_server(tmp_path, "--world-size", "2")
     two_workers_that_end(tmp_path, url, *ends)
-    assert (process.communicate(timeout=2 * SOON)[1], process.returncode) == (says, code)
+    *joined, last = process.communicate(timeout=2 * SOON)[1].splitlines(keepends=True)
+    assert (last, process.returncode) == (says, code)
+    assert {line.partition("the server: ")[2] for line in joined} == {
+        f"rank {rank} has joined from 127.0.0.1\n" for rank in range(2)
+    }
+
+
+def test_serve_says_who_is_refused(tmp_path):
+    process, url = start_server(tmp_path, "--world-size", "2", token=TOKEN)
+    with pytest.raises(HandshakeRefused):
+        WorkerClient(address_of(url), 1, 2, token="another secret of all ranks").bind(LAYOUT, ARENA, Progress())
+    assert sums_of_two(url, token=TOKEN) == [[1.5] * 3] * 2
+    told = process.communicate(timeout=2 * SOON)[1]
+    assert "the server refuses a connection from 127.0.0.1: rank 1 has another token; start all with" in told
+
+
+def test_the_table_of_serve_has_each_workers_traffic_and_the_step():
+    def shown():
+        console = Console(file=io.StringIO(), width=80)
+        console.print(table(server, 2))
+        return console.file.getvalue()
+
+    with GradientServer(2) as server:
+        assert shown() == "waiting for 2 workers\n"
+        exchanges = [WorkerClient(server.address, rank, 2) for rank in range(2)]
+        workers = bound(exchanges, LAYOUT, contributions(LAYOUT, 2))
+        on_all(lambda worker: worker.sum() and None, workers)
+        on_all(lambda worker: worker.exchange.barrier(), workers)
+        found = server.workers
+        assert [(each.rank, each.host) for each in found] == [(0, "127.0.0.1"), (1, "127.0.0.1")]
+        assert all(each.received > LAYOUT.nbytes and each.sent > LAYOUT.nbytes for each in found)
+        assert "2 workers, step 1" in shown()
+        assert re.search(r"^ +1 +127\.0\.0\.1 +[\d.]+ kB +[\d.]+ kB", shown(), re.MULTILINE), shown()
+        for exchange in exchanges:
+            exchange.close()
+        server.serve()
+    assert server.workers == []
 
 
 def test_serve_ends_where_nobody_comes(tmp_path):
@@ -572,7 +612,9 @@ def test_serve_that_is_terminated_tells_its_workers_and_removes_its_socket(tmp_p
     first = call(address_of(url), 0, 2, token=None, called=2)
     process.terminate()
     assert told_by(first) == (PeerLost, "the server was closed; reconnect on all ranks")
-    assert process.communicate(timeout=2 * SOON)[1] == "gradengine: terminated\n"
+    assert process.communicate(timeout=2 * SOON)[1].endswith(
+        " the server: rank 0 has joined from this host\ngradengine: terminated\n"
+    )
     assert process.returncode == 143
     assert not (tmp_path / "socket").exists()
 

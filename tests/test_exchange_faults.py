@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import random
 import re
+import termios
 from collections import Counter
 
 import pytest
 from faulty import HEAD, KINDS, SERVED, Faulty, Flip, Hole, Reset, Slices, Way
+from test_exchange_processes import until
 from transports import SMALL, SOON, Worker, contributions, on_all, outcomes, rank_order_sum, shared
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
@@ -174,6 +177,39 @@ def test_what_comes_a_few_bytes_at_a_time_is_summed_as_ever(kind):
         on_all(lambda worker: worker.next_step(PARTS[worker.exchange.rank]), workers)
         on_all(Worker.sum, workers)
         assert all(worker.arena.tobytes() == SUMS[3] for worker in workers)
+
+
+class Trickle(Slices):
+    """A slow network: after each few bytes, once they have been received, most of the deadline goes by."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.exchange, self.now = None, 0.0
+
+    def pieces(self, data):
+        for piece in super().pieces(data):
+            yield piece
+            until(self.has_received)
+            self.now += 0.9 * SOON
+
+    def has_received(self):
+        """Whether all that was sent was read, and the pump knows; or nobody reads any more."""
+        pump, link = self.exchange._pump, self.exchange._link
+        if link.bell.has_ended:
+            return True
+        (connection,) = [theirs for peer, (theirs, *_) in link._connections.items() if peer in {0, 3}]
+        unread = bytearray(4)
+        fcntl.ioctl(connection.socket, termios.FIONREAD, unread)
+        return not any(unread) and pump is not None and pump._moved_bytes == link.moved_bytes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "connections" not in kind])
+def test_bytes_that_flow_put_off_the_deadline(kind):
+    trickle = Trickle(1)
+    with Faulty(kind, 3, (trickle, Way()), clocks={1: lambda: trickle.now}) as group:
+        trickle.exchange = group.exchanges[1]
+        assert run(new_workers(kind, 3), group) == [None] * 3
+    assert trickle.now > 5 * SOON
 
 
 @of_every_kind

@@ -126,6 +126,7 @@ FREE = (
     "options",
     "doctor",
     "env",
+    "serve",
     "cli",
     "__main__",
     "torch",

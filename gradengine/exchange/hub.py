@@ -67,7 +67,7 @@ class Hub(NotCopied, instead="make one for each group"):
         self._all_reduce: OrderedAllReduce | None = None  # once the ranks have been compared
         self._gather, self._is_gathering = self._next_gather(), False
         self._is_summing = False  # whether a rank has begun the step
-        self._moved_at = clock()
+        self._moved_at, self._moved_bytes = clock(), 0
 
     def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
@@ -86,9 +86,16 @@ class Hub(NotCopied, instead="make one for each group"):
         finally:
             self._link.close()
 
+    @property
+    def step(self) -> int | None:
+        """The number of the open step; None before the ranks have been compared."""
+        return None if self._all_reduce is None else self._all_reduce.step
+
     def _turn(self) -> bool:
         """Handle finished transfers, and begin the next ones; returns whether there were any."""
         over = self._link.poll()
+        if self._link.moved_bytes != self._moved_bytes:
+            self._moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
         for completion in over:
             self._moved_at = self._clock()
             try:

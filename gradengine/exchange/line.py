@@ -64,6 +64,14 @@ class Line:
                     if hasattr(socket, name):
                         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether the other end has closed, and nothing more is to be received; for a line that never waits."""
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except OSError as fault:
+            return not isinstance(fault, BlockingIOError)
+
     def say(self, message: Message, payload: bytes = b"") -> None:
         """Send a message; raises `OSError` if that fails."""
         self._limit()

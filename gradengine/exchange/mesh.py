@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import secrets
@@ -54,7 +55,7 @@ from gradengine.exchange.handshake import (
 from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.links.sockets import SocketLink
+from gradengine.exchange.links.sockets import SocketLink, origin
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
@@ -62,6 +63,7 @@ from gradengine.exchange.tls import Certificates, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
+logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
 
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
@@ -455,12 +457,9 @@ class _Joining:
         except BlockingIOError:
             pass
         except OSError as fault:
-            refusal = refusal_of(fault, line.who)
-            self._refused = refusal or self._refused
-            self._drop(line, refusal)
+            self._dismiss(line, refusal_of(fault, line.who))
         except ExchangeError as refusal:
-            self._refused = refusal
-            self._drop(line, refusal)
+            self._dismiss(line, refusal)
 
     def _answer(self, line: Line) -> None:
         message, _ = line.hear(line.awaited)
@@ -487,7 +486,8 @@ class _Joining:
         except HandshakeRefused as refusal:
             self._failure = refusal
             raise
-        if self._group and hello.rank > self._rank and _has_gone(self.lines.get(hello.rank)):
+        before = self.lines.get(hello.rank)
+        if before is not None and self._group and hello.rank > self._rank and before.has_gone:
             self.lines.pop(hello.rank).socket.close()  # it was let in, and has not heard so
         if hello.rank == self._rank or hello.rank in self.lines:
             raise HandshakeRefused(f"{line.who} has joined already", do="give each process its own rank")
@@ -496,8 +496,16 @@ class _Joining:
         line.say(Proof(self._proof("called", hello, line.nonce, own)))
         self.lines[hello.rank], line.awaited = line, () if self._is_server else (Listening,)
         self._strangers.remove(line)
+        logger.info("%s: rank %d has joined from %s", self._who, hello.rank, origin(line.socket))
         if self._group:
             self._selector.unregister(line.socket)  # what comes now is the link's
+
+    def _dismiss(self, line: Line, refusal: ExchangeError | None) -> None:
+        """Drop a line for a reason of its own, which is kept and logged; None: it was closed there."""
+        if refusal is not None:
+            self._refused = refusal
+            logger.info("%s refuses a connection from %s: %s", self._who, origin(line.socket), refusal)
+        self._drop(line, refusal)
 
     def _drop(self, line: Line, refusal: ExchangeError | None = None) -> None:
         self._selector.unregister(line.socket)
@@ -555,16 +563,6 @@ class _Joining:
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
-
-
-def _has_gone(line: Line | None) -> bool:
-    """Whether a line that does not wait has ended, and nothing more is to be received of it."""
-    if line is None:
-        return False
-    try:
-        return not line.socket.recv(1, socket.MSG_PEEK)
-    except OSError as fault:
-        return not isinstance(fault, BlockingIOError)
 
 
 def _refuse_long_path(path: str) -> None:

@@ -59,7 +59,7 @@ class Pump(NotCopied, instead="make one for each link"):
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None
-        self._is_closing, self._moved_at = False, clock()
+        self._is_closing, self._moved_at, self._moved_bytes = False, clock(), 0
         self._idle = Idle(link)
         self._is_starting = False  # a thread
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does
@@ -95,14 +95,14 @@ class Pump(NotCopied, instead="make one for each link"):
 
     @property
     def moved_at(self) -> float:
-        """The clock's time at which a transfer was over, or a span started, for the last time."""
+        """The clock's time at which bytes were moved, or a span started, for the last time."""
         return self._moved_at
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
 
         Args:
-            timeout: Seconds without a finished transfer or a started span after which this fails.
+            timeout: Seconds without a byte that is moved or a span that is started, after which this fails.
 
         Raises:
             PeerLost: A rank is gone; names it.
@@ -118,7 +118,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
         Args:
             data: This rank's data, at most 16 MiB.
-            timeout: Seconds without a finished transfer after which this fails.
+            timeout: Seconds without a byte that is moved, after which this fails.
             what: The name of this gather in errors.
 
         Raises:
@@ -223,6 +223,8 @@ class Pump(NotCopied, instead="make one for each link"):
     def _turn(self) -> bool:
         """Handle finished transfers, start handed-over spans, and begin transfers; returns whether there were any."""
         self._over.extend(self._link.poll())
+        if self._link.moved_bytes != self._moved_bytes:  # a slow network is no late rank
+            self._moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
         if self._arena is not None:
             self._over.extend(self._arena.poll())
         is_any_over = bool(self._over)

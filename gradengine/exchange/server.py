@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, whole_number
 from gradengine.errors import ExchangeError, GradientError, NotCopied, PeerLost
@@ -20,6 +20,7 @@ from gradengine.exchange.interface import (
     DEFAULT_TIMEOUT,
     checked_seconds,
 )
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener
 from gradengine.exchange.mesh import link_to_ranks
 from gradengine.exchange.tls import certificates_of
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.1  # until `serve` looks again
 _CLOSE_SECONDS = 60.0  # for the thread, which looks several times a second whether it is to end
+
+
+@final
+class ServedWorker(NamedTuple):
+    """What a server knows of a worker; counts are of bytes since it joined."""
+
+    rank: int
+    host: str
+    received: int
+    sent: int
 
 
 @final
@@ -87,6 +98,7 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
         self._is_closing = False
         self._ended: deque[GradientError | None] = deque(maxlen=1)  # how the last group did, where nobody was told
         self._waits_since = math.inf  # in `serve`
+        self._group: tuple[SocketLink, Hub] | None = None  # once it has joined
         self._news, self._threads = Bell(), Threads()
         self._listener = Listener(address, token)
         self.address = self._listener.address
@@ -100,6 +112,16 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
     def url(self) -> str:
         """The URL for the workers' `connect`."""
         return url_of(self.address)
+
+    @property
+    def step(self) -> int | None:
+        """The number of the group's open step; None before all workers have joined."""
+        return None if self._group is None else self._group[1].step
+
+    @property
+    def workers(self) -> list[ServedWorker]:
+        """The workers of the group that is served, by rank; none before all have joined."""
+        return [] if self._group is None else [ServedWorker(*each) for each in self._group[0].traffic()]
 
     def serve(self) -> None:
         """Wait until all workers of one group have joined and left.
@@ -163,13 +185,15 @@ class GradientServer(NotCopied, instead="make one in the process that serves"):
                 gives_up=self._gives_up,
                 tls=self._tls,
             )
-            Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes).serve(
-                self._closes
-            )
+            hub = Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes)
+            self._group = link, hub
+            hub.serve(self._closes)
         except GradientError as failure:
             return failure
         except BaseException as fault:  # noqa: BLE001  (raised where somebody waits, on another thread)
             failed = ExchangeError("the server failed", got=repr(fault))
             failed.__cause__ = fault
             return failed
+        finally:
+            self._group = None
         return None

@@ -50,6 +50,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         reads_in_place: Whether this link has `borrow`.
         hub: The number of the server, the world size, if all is sent through it: this rank is then linked to no other,
             and the server's own `rank` is that number. None if each rank is linked to each other.
+        moved_bytes: Bytes that were sent and received, also of messages that are not complete; 0 if that is not known.
         lost: The rank that this one has lost, or no longer waits for; the others are told when the link closes.
         has_failed: Whether this, or another error, was raised to a caller, and not in the background only. MPI then
             ends all processes of the job when this one ends.
@@ -63,6 +64,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     is_polled: bool = False
     reads_in_place: bool = False
     hub: int | None = None
+    moved_bytes: int = 0
     lost: int | None = None
     has_failed: bool = False
     unwritten: Sequence[Completion] = ()

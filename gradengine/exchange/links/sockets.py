@@ -103,6 +103,14 @@ class SocketLink(Link):
         """The ranks that have closed their links, or whose connections are lost."""
         return [peer for peer, theirs in self._connections.items() if all(each.has_ended for each in theirs)]
 
+    def traffic(self) -> list[tuple[int, str, int, int]]:
+        """For each rank its number, its address, and the bytes that were received from it and sent to it."""
+        found = []
+        for peer, theirs in sorted(self._connections.items()):
+            sums = sum(each.received for each in theirs), sum(each.sent for each in theirs)
+            found.append((peer, origin(theirs[0].socket), *sums))
+        return found
+
     def refuse_unsaid(self) -> None:
         """Raise `PeerLost` for a rank that is gone and has not said so, or that left for one which it had lost."""
         for peer in sorted(self.gone(), key=lambda peer: peer in self._farewells):
@@ -224,6 +232,8 @@ class SocketLink(Link):
                 if not count:
                     raise self._ended(connection.peer)
                 connection.missing = connection.missing[count:]
+                self.moved_bytes += count
+                connection.received += count
             if (transfer := connection.receiving) is not None:
                 found = checksum(transfer.tag, self._open[transfer])
                 self._end(transfer, is_damaged=found != connection.checksum)
@@ -271,6 +281,8 @@ class SocketLink(Link):
                 connection.attached = self._attached(transfer)
             sent = connection.socket.sendmsg(parts, connection.attached)
             connection.attached = ()
+            self.moved_bytes += sent
+            connection.sent += sent
             while parts and sent >= parts[0].nbytes:
                 sent -= parts.pop(0).nbytes
             if parts:
@@ -307,6 +319,16 @@ class SocketLink(Link):
             while left > 0 and (count := connection.socket.recv_into(scratch)):
                 left -= count
         connection.socket.close()
+
+
+def origin(connection: socket.socket) -> str:
+    """The host at the other end of a connection, for people."""
+    if connection.family == socket.AF_UNIX:
+        return "this host"
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "gone"
 
 
 def set_options(connection: socket.socket) -> None:
@@ -353,6 +375,7 @@ class Connection:
         self.checksum = 0  # that its head announces
         self.held: int | None = None  # the tag of the head, where nobody receives what it announces
         self.has_ended = False  # nothing is received any more
+        self.received = self.sent = 0  # bytes
         self.events = 0  # that the bell is rung for
         connection.setblocking(False)
         set_options(connection)

@@ -1,0 +1,119 @@
+"""`gradengine serve`: sums for one group of workers, and shows who has joined, and what they send."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.highlighter import NullHighlighter
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.table import Table
+
+from gradengine.exchange import GradientServer
+from gradengine.exchange.environment import read_token, token_in
+
+__all__ = ["serve"]
+
+_TERMINATED = 143  # as shells say it of SIGTERM
+
+
+def serve(
+    world_size: Annotated[int, typer.Option(min=1, help="Number of workers that will connect.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a token is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
+    tls: Annotated[
+        Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key; else $GRADENGINE_TLS.")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Name of the run; by default the first rank's.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without any progress before the exchange fails.")] = 300.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds in which all workers have to connect.")] = 60.0,
+) -> None:
+    """Serve one group of workers: sum their gradients, until all have connected and left.
+
+    Prints the url for `gradengine.connect(url, ..., served=True)` on a line by itself. Every rank connects, rank 0 too.
+    Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
+    after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
+    """
+    address = (host, port) if unix is None else str(unix.absolute())
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with GradientServer(
+            world_size,
+            address,
+            token=_token(token_file),
+            job=job,
+            timeout=timeout,
+            join_timeout=join_timeout,
+            tls=tls,
+        ) as server:
+            console = Console(stderr=True)
+            with _logged(console):
+                typer.echo(server.url)
+                with _live(server, world_size, console) if console.is_terminal else contextlib.nullcontext():
+                    server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    typer.echo(f"all {world_size} workers have connected and left", err=True)
+
+
+def _terminate(*_: object) -> NoReturn:
+    """End as at Ctrl-C: workers are told, and a socket's file is removed."""
+    raise SystemExit(_TERMINATED)
+
+
+def _token(path: Path | None) -> str | None:
+    """The group's secret, from a file or the environment, since every user of the machine can read arguments."""
+    if path is not None:
+        return token_in(path)
+    found = read_token(os.environ)
+    return found.value if found else None
+
+
+@contextlib.contextmanager
+def _logged(console: Console) -> Iterator[None]:
+    """A context in which the console says who joins and who is refused."""
+    logger = logging.getLogger("gradengine.exchange")
+    handler: logging.Handler = logging.StreamHandler()
+    if console.is_terminal:  # above the table
+        handler = RichHandler(console=console, show_level=False, show_path=False, highlighter=NullHighlighter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _live(server: GradientServer, world_size: int, console: Console) -> Live:
+    """The table of workers, shown anew twice a second; it vanishes at the end."""
+    show = partial(table, server, world_size)
+    return Live(get_renderable=show, console=console, refresh_per_second=2, transient=True, redirect_stdout=False)
+
+
+def table(server: GradientServer, world_size: int) -> Table | str:
+    """The workers of the group that is served, and its step; a line while not all have joined."""
+    workers, step = server.workers, server.step
+    if step is None:
+        return f"waiting for {world_size} workers"
+    title = f"{world_size} workers, step {step}"
+    shown = Table("rank", "host", "received", "sent", title=title, title_justify="left", box=SIMPLE_HEAD)
+    for each in workers:
+        shown.add_row(str(each.rank), each.host, decimal(each.received), decimal(each.sent))
+    return shown
