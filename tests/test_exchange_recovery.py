@@ -209,3 +209,114 @@ class TestOfAnEngine:
             return float(engine.step().gradients["head"][0])
 
         assert on_all(work, local_group(2, timeout=SOON)) == [1.5, 1.5]
+
+
+# ---- a rank one message behind ----
+
+
+def loses_the_answers(exchange):
+    """Let the exchange lose its links right after the others have all that they need of this rank in the step."""
+    sound = exchange.gather
+
+    def gather(data):
+        sound(data)
+        exchange.close()
+        raise PeerLost("all links of this rank were lost")
+
+    exchange.gather = gather
+
+
+def a_step_that_only_some_have_made(engine, steps, behind=(1,)):
+    """One rank or more end a step in an error that is over for all others, which fail in the next one."""
+    if engine.rank in behind:
+        loses_the_answers(engine._reducer.workers.exchange)
+    engine.add(gradients(engine.rank, 1))
+    if engine.rank not in behind:
+        steps.append(engine_step(engine))
+        engine.add(gradients(engine.rank, 2))
+    with pytest.raises(ExchangeError):
+        engine.step()
+
+
+@pytest.mark.parametrize("behind", [(1,), (0,), (0, 2)], ids=str)
+@pytest.mark.parametrize("transport", Transport)
+def test_a_rank_ends_a_step_with_what_the_others_have_kept_that_have_gone_on(transport, behind):
+    def work(exchange):
+        engine, steps = GradientEngine(SMALL, exchange=exchange, max_norm=1.0), []
+        a_step_that_only_some_have_made(engine, steps, behind)
+        engine.reconnect(second[exchange.rank])
+        if exchange.rank in behind:
+            steps.append(engine_step(engine))
+            engine.add(gradients(exchange.rank, 2))
+        steps.append(engine_step(engine))
+        engine.add(gradients(exchange.rank, 3))
+        steps.append(engine_step(engine))
+        return steps
+
+    with group(transport, WORLD, bucket_bytes=BUCKET) as first, group(transport, WORLD, bucket_bytes=BUCKET) as second:
+        found = on_all(work, first)
+    assert found == [three_steps()] * WORLD
+
+
+def three_steps():
+    def work(exchange):
+        engine, steps = GradientEngine(SMALL, exchange=exchange, max_norm=1.0), []
+        for seed in (1, 2, 3):
+            engine.add(gradients(exchange.rank, seed))
+            steps.append(engine_step(engine))
+        return steps
+
+    first, *_ = on_all(work, local_group(WORLD, bucket_bytes=BUCKET))
+    return first
+
+
+def test_a_rank_that_is_behind_for_another_reason_is_refused():
+    """It has dropped the window that it had told the others of: nothing of it is left to end the step with."""
+    second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        a_step_that_only_some_have_made(engine, [])
+        if exchange.rank == 1:
+            engine.discard()
+        with pytest.raises(HandshakeRefused, match=r"rank 1 is at another step: got 0, expected 1"):
+            engine.reconnect(second[exchange.rank])
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+def test_others_that_have_not_kept_it_refuse_it():
+    """They come from a checkpoint, say."""
+    second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        a_step_that_only_some_have_made(engine, [])
+        if exchange.rank != 1:
+            kept = engine._reducer.workers.progress.kept
+            engine._reducer.workers.progress.kept = kept._replace(step=5)
+        with pytest.raises(HandshakeRefused, match=r"rank \d is at another step: got \d, expected \d"):
+            engine.reconnect(second[exchange.rank])
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+def test_what_was_kept_of_another_window_ends_no_step():
+    second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        a_step_that_only_some_have_made(engine, [])
+        answers = engine._reducer.workers.progress.kept.answers
+        for parts in answers.values():
+            parts[1] = parts[0][:-1] + b"x"
+        engine.reconnect(second[exchange.rank])
+        if exchange.rank == 1:
+            with pytest.raises(ExchangeError, match="rank 1 ended step 0 otherwise than the others"):
+                engine.step()
+        second[exchange.rank].close()
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD

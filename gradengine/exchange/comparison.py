@@ -13,7 +13,7 @@ from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout, layout_from_table
 from gradengine.unpacking import unpack
 
-_VERSION = 2  # of what is told; all ranks need the same
+_VERSION = 3  # of what is told; all ranks need the same
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Hello(NamedTuple):
     group_size: int = 0
     cut: int = 0  # its bucket_bytes
     may_hold_sums: bool = False
+    has_told: bool = False  # the others something about this step: then all its sums are here
+    has_answers: bool = False  # what all ranks told each other in the step before
     frontier: bytes = b""  # empty where no span was started
 
 
@@ -73,6 +75,38 @@ def server_hello_of(part: bytes, layout: GradientLayout) -> ServerHello:
     hello = ServerHello(*_fields("the server", part, ServerHello()))
     refuse_large(layout, hello.most_bytes)
     return hello
+
+
+def behind_of(hellos: Sequence[Hello]) -> tuple[list[int], int]:
+    """The ranks that are one step behind and miss only what the others told each other, and a rank that has kept it.
+
+    Such a rank has lost its links after the others had all that they needed of it, and they have gone on.
+    """
+    last = max(hello.step for hello in hellos)
+    behind = [rank for rank, hello in enumerate(hellos) if hello.step == last - 1 and hello.has_told]
+    keepers = [rank for rank, hello in enumerate(hellos) if hello.step == last and hello.has_answers]
+    return (behind, keepers[0]) if keepers else ([], 0)
+
+
+def brought_up(hellos: Sequence[Hello], behind: Sequence[int]) -> list[Hello]:
+    """The hellos, with the ranks that were one step behind at the others' step, of which they have begun nothing."""
+    last, told = max(hello.step for hello in hellos), [*hellos]
+    for rank in behind:
+        told[rank] = told[rank]._replace(step=last, may_hold_sums=False, frontier=b"")
+    return told
+
+
+def answers_of(keeper: int, data: bytes, world_size: int) -> dict[str, list[bytes]]:
+    """What all ranks told each other in the step before, by what it was; raises `ProtocolError` if it is invalid."""
+    answers = unpack(data, f"what rank {keeper} has kept of the step before")
+    is_valid = isinstance(answers, dict) and all(
+        isinstance(what, str) and isinstance(parts, list) and [*map(type, parts)] == [bytes] * world_size
+        for what, parts in answers.items()
+    )
+    if not is_valid:
+        raise ProtocolError(f"rank {keeper} sent invalid answers of the step before", got=repr(answers)[:200])
+    found: dict[str, list[bytes]] = answers
+    return found
 
 
 def refuse_large(layout: GradientLayout, most_bytes: int) -> None:

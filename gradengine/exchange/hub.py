@@ -19,6 +19,8 @@ from gradengine.errors import (
 from gradengine.exchange.comparison import (
     Hello,
     ServerHello,
+    behind_of,
+    brought_up,
     group_to_resume,
     hellos_of,
     layout_of,
@@ -158,6 +160,9 @@ class Hub(NotCopied, instead="make one for each group"):
             return
         if not self._hellos:
             self._hellos, _ = hellos_of(parts)
+            return
+        if behind := behind_of(self._hellos)[0]:  # this gather was for them
+            self._hellos = brought_up(self._hellos, behind)
             return
         refuse_differing(self._hellos, parts)
         group_to_resume(self._hellos)

@@ -10,9 +10,11 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+
+import msgpack
 
 from gradengine.arguments import whole_number
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
@@ -20,6 +22,9 @@ from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
     Hello,
     Membership,
+    answers_of,
+    behind_of,
+    brought_up,
     group_to_resume,
     hellos_of,
     packed,
@@ -73,6 +78,13 @@ class Seconds(NamedTuple):
     waited: float = 0.0
 
 
+class Kept(NamedTuple):
+    """What all ranks told each other in a step, for a rank that has lost it."""
+
+    step: int
+    answers: Mapping[str, Sequence[bytes]]
+
+
 @dataclass
 class Progress:
     """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it."""
@@ -84,6 +96,9 @@ class Progress:
     carrier: Exchange | None = None  # the exchange that has, or had, spans of this step
     squares: Float64 | None = None  # of each chunk of the partial sums, once the exchange has measured the sums
     took: Seconds = field(default_factory=Seconds)
+    has_told: bool = False  # the others something about this step, after all its sums
+    kept: Kept = field(default_factory=lambda: Kept(-1, {}))
+    answers: dict[str, list[bytes]] | None = None  # to what it told, if the others have gone on to the next step
     may_sum_by_calls: bool = False  # of a process group, on the ranks' GPUs; which is done where all ranks may
     calls: DeviceCalls | None = None  # by which they do
 
@@ -95,6 +110,7 @@ class Progress:
     def restart(self) -> None:
         """Start the step over: the arena holds nothing of it."""
         self.bad, self.carrier, self.squares, self.took = [], None, None, Seconds()
+        self.has_told, self.answers = False, None
 
 
 class Exchange(NotCopied, instead="make one in each process, with connect()"):
@@ -315,7 +331,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         if isinstance(self._link, Meeting):
             self._link = self._link.link(self._join_timeout, self._clock)
         link, self._pump = self._link, Pump(self._link, clock=self._clock)
-        hellos, bucket_bytes = self._meet(self._pump, layout, arena, progress, link)
+        hellos, bucket_bytes, answers = self._meet(self._pump, layout, arena, progress, link)
         reads_in_place = all(hello.lends for hello in hellos)
         progress.calls = self._calls if all(hello.sums_by_calls for hello in hellos) else None
         group = group_to_resume(hellos)
@@ -324,7 +340,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             refuse_lost_sums(hellos)
         elif group:
             refuse_other_cut(hellos, bucket_bytes)
-        carrier = progress.carrier
+        carrier = progress.carrier if answers is None else None
         all_reduce = carrier._all_reduce if group and carrier is not None else None
         if all_reduce is None:
             # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
@@ -332,25 +348,35 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             shares = () if progress.calls else shares_of(layout, self.world_size, size, owner=link.hub)
             all_reduce = OrderedAllReduce(
                 self.rank, self.world_size, layout, shares, arena, HostKernels(),
-                step=progress.step, reads_in_place=reads_in_place,
+                step=hellos[0].step, reads_in_place=reads_in_place,
             )  # fmt: skip
         if group:
             all_reduce.resume([hello.frontier for hello in hellos], reads_in_place=reads_in_place)
         progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)
         progress.bucket_bytes = bucket_bytes
-        progress.carrier = self if group else None
+        progress.carrier, progress.answers = self if group and answers is None else None, answers
         self._all_reduce = all_reduce
         self._pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
     def _meet(
         self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link
-    ) -> tuple[list[Hello], int]:
-        """Every rank's hello, and the bytes of a share; raises an error if the ranks do not fit together."""
+    ) -> tuple[list[Hello], int, dict[str, list[bytes]] | None]:
+        """Every rank's hello, the bytes of a share, and what a rank that is behind misses; else None.
+
+        Raises an error if the ranks do not fit together.
+        """
+        answers = None
         try:
             told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout, "joining")
             hellos, bucket_bytes = hellos_of(told[: self.world_size])
             if link.hub is not None:
                 bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
+            behind, keeper = behind_of(hellos)
+            if behind:
+                kept = msgpack.packb(progress.kept.answers) if self.rank == keeper else b""
+                data = pump.gather(kept, self._join_timeout, "joining")[keeper]
+                answers = answers_of(keeper, data, self.world_size) if self.rank in behind else None
+                hellos = brought_up(hellos, behind)
             differ = any(hello.layout != hellos[0].layout for hello in hellos)
             tables: list[bytes] = []
             if differ or link.hub is not None:  # a server cuts by rank 0's table
@@ -359,7 +385,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         except DeadlineExceeded as late:
             raise PeerLost(late.what, got=late.got, do="start all ranks") from None
         refuse_differing(hellos, tables[: self.world_size])
-        return hellos, bucket_bytes
+        return hellos, bucket_bytes, answers
 
     def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
         membership = progress.membership
@@ -378,6 +404,8 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             group_size=membership.world_size,
             cut=progress.bucket_bytes,
             may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
+            has_told=progress.has_told,
+            has_answers=progress.kept.step == progress.step - 1,
             frontier=b"" if all_reduce is None else all_reduce.frontier(),
         )
 

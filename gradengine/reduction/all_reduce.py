@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, final
 
-from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.linked import Exchange, Progress
+from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.exchange.linked import Exchange, Kept, Progress
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -44,6 +44,9 @@ class AllReduce:
             exchange.bind(layout, arena, self.progress)
             is_alone = exchange.world_size == 1
             self.exchange, self.is_alone, self.state, self._gathered = exchange, is_alone, GroupState.SUMMING, {}
+            if self.progress.answers is not None:  # the others have ended this step, and told all that it lacks here
+                self.state, self._gathered = GroupState.SUMMED, self.progress.answers
+                return
             exchange.start(*(span for span in layout.spans if span.key in self.started))
         except CallerError:
             raise  # it is as it was: another engine's, perhaps
@@ -67,7 +70,14 @@ class AllReduce:
         mine = packed(what, facts)
         if self.exchange is None:
             return gathered([mine])
+        answers = self.progress.answers
+        if answers is not None and (what not in answers or answers[what][self.exchange.rank] != mine):
+            text = (
+                f"rank {self.exchange.rank} ended step {self.progress.step} otherwise than the others, who have gone on"
+            )
+            raise ExchangeError(text, got=what, do="restart all from one checkpoint")
         if what not in self._gathered:
+            self.progress.has_told = True
             self._gathered[what] = self._joined().gather(mine)
         return gathered(self._gathered[what])
 
@@ -79,6 +89,8 @@ class AllReduce:
 
     def restart(self) -> None:
         """Start the open step over: nothing of it was contributed or summed."""
+        if self._gathered:
+            self.progress.kept = Kept(self.progress.step, self._gathered)
         self.progress.restart()
         self.started, self._gathered = set(), {}
         if self.state is GroupState.SUMMED:

@@ -125,6 +125,7 @@ class Reducer:
         told = replace(self._stats(_NO_TOTALS, self._told), weight=0, micro_batches=0, place="the beginning")
         try:
             stats_of_all(self.workers, told)  # names the settings that differ; a step has their digest only
+            self.workers.progress.has_told = False  # of the step, of which nothing is summed
             bucket_bytes = self.workers.progress.bucket_bytes
             self.on_device = DeviceSums(exchange, calls, self._accumulator, self._plan, bucket_bytes)
         except BaseException:

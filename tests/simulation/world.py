@@ -206,7 +206,9 @@ class Schedule:
         if not errors:
             return
         steps, kinds = {rank.step for rank in alive}, {type(error) for error in errors}
-        if len(steps) > 1:  # some have gone on while the last message to another was lost; nobody can go back
+        if len(steps) > 1:  # some are done and have left while the last message to another was lost; or one began anew
+            if max(steps) < self.steps and not self.may_lose_windows:
+                raise Wrong(f"ranks {errors} could have been told what they missed")
             if max(steps) - min(steps) > 1 or not kinds <= {PeerLost, HandshakeRefused}:
                 raise Wrong(f"ranks are at steps {sorted(steps)}: {errors}")
             return
