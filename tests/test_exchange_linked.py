@@ -389,9 +389,9 @@ def hello_of(change):
 
 
 def test_another_version_is_refused():
-    error = hello_of(lambda told: told.__setitem__(0, 3))
+    error = hello_of(lambda told: told.__setitem__(0, 4))
     assert isinstance(error, HandshakeRefused)
-    assert "rank 1 speaks another version: got 3, expected 2; install one version of gradengine on all ranks" in str(
+    assert "rank 1 speaks another version: got 4, expected 3; install one version of gradengine on all ranks" in str(
         error
     )
 
