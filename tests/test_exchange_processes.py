@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from test_exchange_served import Served
 from transports import (
     HAS_SHARED_MEMORY,
     LARGE,
@@ -52,12 +53,24 @@ def says(running, line):
     assert running.stdout.readline().strip() == line
 
 
+class Clock:
+    """Goes on by minutes each time that it is looked at, once that is so."""
+
+    def __init__(self, is_so):
+        self.now, self.is_so = 0.0, is_so
+
+    def __call__(self):
+        self.now += 10 * SOON if self.is_so() else 0.0
+        return self.now
+
+
 @contextlib.contextmanager
-def two_ranks_and_a_process(spans, **options):
+def two_ranks_and_a_process(spans, is_late=lambda server: False):
     """Ranks 0 and 2 as threads of this process, bound, and a server; rank 1 as a process that started some spans."""
-    server = GradientServer(WORLD, bucket_bytes=1000, **options)
-    address = "{}:{}".format(*server.address)
-    exchanges = [WorkerClient(server.address, rank, WORLD) for rank in (0, 2)]
+    made = []
+    made.append(server := Served(WORLD, bucket_bytes=1000, clock=Clock(lambda: bool(made) and is_late(*made))))
+    address = "{}:{}".format(*server.listener.address)
+    exchanges = [WorkerClient(server.listener.address, rank, WORLD) for rank in (0, 2)]
     data = contributions(LARGE, WORLD)
     workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
     try:
@@ -68,7 +81,8 @@ def two_ranks_and_a_process(spans, **options):
     finally:
         for exchange in exchanges:
             exchange.close()
-        server.close()
+        server.end()
+        server.listener.close()
 
 
 def wait_for_sums(workers):
@@ -94,8 +108,16 @@ def test_killed_worker_is_an_error_on_all_others_at_once():
 
 
 def test_stopped_worker_is_named_after_the_deadline():
-    with two_ranks_and_a_process(spans=2, timeout=1.0) as (workers, running):
+    has_stopped = threading.Event()
+
+    def is_late(server):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # the server goes on just now
+            return has_stopped.is_set() and server.hub._all_reduce.awaited[0] == 1
+        return False
+
+    with two_ranks_and_a_process(2, is_late) as (workers, running):
         running.send_signal(signal.SIGSTOP)
+        has_stopped.set()
         for worker in workers:
             for span in LARGE.spans:
                 worker.exchange.start(span)
@@ -104,13 +126,22 @@ def test_stopped_worker_is_named_after_the_deadline():
             assert "rank 1 is gone or late: the server has closed its link for that" in str(error)
 
 
+def waits_for(exchange, rank):
+    """Whether a rank waits for that one, or for the server, whose number is the world size."""
+    with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
+        awaited = exchange._all_reduce.awaited
+        return awaited is not None and awaited[0] == rank
+    return False
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_lost_server_is_an_error_on_all_workers(how, monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.linked._GRACE_SECONDS", 0.2)
+def test_lost_server_is_an_error_on_all_workers(how):
+    has_stopped = threading.Event()
     with process("server", "127.0.0.1:0", 0, 0) as running:
         host, _, port = running.stdout.readline().strip().rpartition(":")
-        options = {"timeout": SOON if how == "killed" else 1.0}
-        exchanges = [WorkerClient((host, int(port)), rank, WORLD, **options) for rank in range(WORLD)]
+        exchanges = [WorkerClient((host, int(port)), rank, WORLD, timeout=SOON) for rank in range(WORLD)]
+        for exchange in exchanges:
+            exchange._clock = Clock(lambda exchange=exchange: has_stopped.is_set() and waits_for(exchange, WORLD))
         data = contributions(LARGE, WORLD)
         workers = [Worker(exchange, LARGE, data[exchange.rank]) for exchange in exchanges]
         on_all(Worker.bind, workers)
@@ -120,6 +151,8 @@ def test_lost_server_is_an_error_on_all_workers(how, monkeypatch):
         for worker in workers:
             for span in LARGE.spans[1:]:
                 worker.exchange.start(span)
+        if how == "stopped":
+            has_stopped.set()
         for error in outcomes(lambda worker: worker.exchange.wait(), workers):
             kind, says = (PeerLost, "the server is gone") if how == "killed" else (ExchangeError, "the server is late")
             assert isinstance(error, kind), error
@@ -139,17 +172,6 @@ def address_for(link, folder):
     return f"tcp://127.0.0.1:{free_port()}" if link == "tcp" else f"unix://{folder}/s"
 
 
-class Clock:
-    """Goes on by minutes each time that it is looked at, once that is so."""
-
-    def __init__(self, is_so):
-        self.now, self.is_so = 0.0, is_so
-
-    def __call__(self):
-        self.now += 10 * SOON if self.is_so() else 0.0
-        return self.now
-
-
 def until(is_so):
     """Return once that is so, which comes by itself."""
     while not is_so():
@@ -165,13 +187,6 @@ def join(workers, link, address, clocks):
         workers[rank].bind(exchange)
 
     on_all(joined, range(2))
-
-
-def waits_for(worker, rank):
-    with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
-        awaited = worker.exchange._all_reduce.awaited
-        return awaited is not None and awaited[0] == rank
-    return False
 
 
 def refuse_unnamed(found, how):
@@ -192,7 +207,7 @@ def refuse_unnamed(found, how):
 def test_a_rank_that_does_not_go_on_in_a_step_is_named_and_another_process_takes_its_place(link, how, tmp_path):
     parts, has_stopped = contributions(LARGE, WORLD), threading.Event()
     workers = [Worker(None, LARGE, shared(part) if link == "shared_memory" else part) for part in parts[:2]]
-    clocks = Clock(lambda: has_stopped.is_set() and waits_for(workers[0], 2)), lambda: 0.0
+    clocks = Clock(lambda: has_stopped.is_set() and waits_for(workers[0].exchange, 2)), lambda: 0.0
 
     def stop():
         until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))

@@ -320,3 +320,56 @@ def test_what_was_kept_of_another_window_ends_no_step():
         return True
 
     assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+@pytest.mark.parametrize("others", ["new", "loaded"])
+def test_a_rank_that_was_told_what_it_missed_does_not_take_its_sums_for_its_own_part(others):
+    """It reconnects once more before it has ended its step, to others that begin that step anew."""
+    second, third = (local_group(WORLD, timeout=SOON, join_timeout=SOON) for _ in range(2))
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        state = engine.state_dict()
+        a_step_that_only_some_have_made(engine, [])
+        engine.reconnect(second[exchange.rank])
+        second[exchange.rank].close()
+        if exchange.rank != 1:
+            engine.discard()
+            engine = GradientEngine(SMALL, max_norm=1.0) if others == "new" else engine
+            engine.load_state_dict(state)
+            engine.add(gradients(exchange.rank, 1))
+        with pytest.raises(HandshakeRefused, match=r"rank 0 has not contributed to what step 0 has summed"):
+            engine.reconnect(third[exchange.rank])
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+def test_a_smaller_group_is_refused_while_a_rank_is_behind():
+    second = local_group(2, timeout=SOON, join_timeout=SOON)
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        a_step_that_only_some_have_made(engine, [])
+        if exchange.rank < 2:
+            with pytest.raises(HandshakeRefused, match=r"rank 1 is at another step: got 0, expected 1"):
+                engine.reconnect(second[exchange.rank])
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+def test_what_was_kept_is_dropped_with_a_state_that_is_loaded():
+    second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
+        a_step_that_only_some_have_made(engine, [])
+        if exchange.rank != 1:
+            engine.discard()
+            engine.load_state_dict(engine.state_dict())
+        with pytest.raises(HandshakeRefused, match=r"rank 1 is at another step: got 0, expected 1"):
+            engine.reconnect(second[exchange.rank])
+        return True
+
+    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import ssl
+import sys
 
 import certificates
 import pytest
@@ -318,3 +319,18 @@ def test_what_is_no_folder(folder):
 def test_mpi_takes_none(run):
     with pytest.raises(CallerError, match=r"takes no tls: MPI sends the bytes"):
         connect("mpi://", tls=run.folder)
+
+
+@pytest.mark.parametrize("token", ["", TOKEN], ids=["no token", "token"])
+def test_without_a_token_ranks_of_one_host_need_certificates_too(folders, token):
+    """A Unix socket without a path can be called by any user of the host."""
+    first = connect("tcp://127.0.0.1:0", 0, 2, tls=folders / "run", token=token)
+    assert bool(first._link._listener.nearby) is (bool(token) and sys.platform == "linux")
+    first.close()
+
+
+def test_a_path_that_is_none():
+    with pytest.raises(CallerError, match="for TLS: embedded null byte"):
+        Certificates("a\0b")
+    with pytest.raises(CallerError, match="tls is not a folder: got ''"):
+        certificates_of("")

@@ -83,7 +83,10 @@ def behind_of(hellos: Sequence[Hello]) -> tuple[list[int], int]:
     Such a rank has lost its links after the others had all that they needed of it, and they have gone on.
     """
     last = max(hello.step for hello in hellos)
-    behind = [rank for rank, hello in enumerate(hellos) if hello.step == last - 1 and hello.has_told]
+    behind = [
+        rank for rank, hello in enumerate(hellos)
+        if hello.step == last - 1 and hello.has_told and (hello.group_rank, hello.group_size) == (rank, len(hellos))
+    ]  # fmt: skip
     keepers = [rank for rank, hello in enumerate(hellos) if hello.step == last and hello.has_answers]
     return (behind, keepers[0]) if keepers else ([], 0)
 
@@ -92,7 +95,7 @@ def brought_up(hellos: Sequence[Hello], behind: Sequence[int]) -> list[Hello]:
     """The hellos, with the ranks that were one step behind at the others' step, of which they have begun nothing."""
     last, told = max(hello.step for hello in hellos), [*hellos]
     for rank in behind:
-        told[rank] = told[rank]._replace(step=last, may_hold_sums=False, frontier=b"")
+        told[rank] = told[rank]._replace(step=last, may_hold_sums=False, frontier=b"", is_over_another_kind=False)
     return told
 
 

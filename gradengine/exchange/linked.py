@@ -52,6 +52,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import refuse_started, shares_of
 from gradengine.exchange.tls import certificates_of
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
 from gradengine.kernels.decision import Float64
 from gradengine.kernels.device import DeviceArena
@@ -101,6 +102,13 @@ class Progress:
     answers: dict[str, list[bytes]] | None = None  # to what it told, if the others have gone on to the next step
     may_sum_by_calls: bool = False  # of a process group, on the ranks' GPUs; which is done where all ranks may
     calls: DeviceCalls | None = None  # by which they do
+
+    def kept_of_before(self) -> bytes:
+        """What all ranks told each other in the step before, as bytes; empty if it is unknown, or too long to send."""
+        if self.kept.step != self.step - 1:
+            return b""
+        data: bytes = msgpack.packb(self.kept.answers)
+        return data if len(data) <= MAX_SMALL_PAYLOAD else b""
 
     def next_step(self) -> None:
         """Begin the next step: this one is over on all ranks."""
@@ -354,7 +362,9 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             all_reduce.resume([hello.frontier for hello in hellos], reads_in_place=reads_in_place)
         progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)
         progress.bucket_bytes = bucket_bytes
-        progress.carrier, progress.answers = self if group and answers is None else None, answers
+        progress.answers = answers
+        if answers is None:  # else the arena still holds the step that the old carrier knows
+            progress.carrier = self if group else None
         self._all_reduce = all_reduce
         self._pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
@@ -373,7 +383,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
                 bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
             behind, keeper = behind_of(hellos)
             if behind:
-                kept = msgpack.packb(progress.kept.answers) if self.rank == keeper else b""
+                kept = progress.kept_of_before() if self.rank == keeper else b""
                 data = pump.gather(kept, self._join_timeout, "joining")[keeper]
                 answers = answers_of(keeper, data, self.world_size) if self.rank in behind else None
                 hellos = brought_up(hellos, behind)
@@ -405,7 +415,7 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
             cut=progress.bucket_bytes,
             may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
             has_told=progress.has_told,
-            has_answers=progress.kept.step == progress.step - 1,
+            has_answers=bool(progress.kept_of_before()),
             frontier=b"" if all_reduce is None else all_reduce.frontier(),
         )
 

@@ -119,13 +119,15 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             what = "connect with served=True takes no link: each rank has one connection, with the server"
             raise CallerError(what, do="leave link out")
         is_here = isinstance(self._at, str) or self._at[0] in LOOPBACK
-        is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory()
+        # Any user of this host may call a Unix socket without a path, and needs no certificate for it.
+        is_safe = tls is None or bool(token) or isinstance(self._at, str)
+        is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory() and is_safe
         self.shares_memory = link == "shared_memory" or is_best
         if isinstance(self._at, str) and self.world_size > 1 and not is_served:
             _refuse_long_path(f"{self._at}.{self.world_size - 1}")
         self._listener: Listener | None = None
         if self.rank == 0 and not is_served:
-            self._listener = Listener(self._at, token, is_beside=link != "tcp")
+            self._listener = Listener(self._at, token, is_beside=link != "tcp" and is_safe)
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:

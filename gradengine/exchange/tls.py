@@ -34,7 +34,7 @@ class Certificates:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
+        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
         self.folder = Path(folder)
         self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
@@ -66,14 +66,17 @@ class Certificates:
     def _refuse_unreadable(self, path: Path) -> None:
         try:
             path.read_bytes()
-        except OSError as fault:
+        except (OSError, ValueError) as fault:
             names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
-            what = f"cannot read {str(path)!r} for TLS: {fault.strerror}"
+            what = f"cannot read {str(path)!r} for TLS: {getattr(fault, 'strerror', fault)}"
             raise CallerError(what, expected=f"{names} in one folder", do="see docs/tls.md") from None
 
     def _refuse_password(self) -> NoReturn:
         # OpenSSL would ask for it on the terminal.
-        what, do = f"{str(self.folder / KEY)!r} has a password", f"openssl pkey -in {KEY} -out the same without one"
+        what, do = (
+            f"{str(self.folder / KEY)!r} has a password",
+            f"write it without one: openssl pkey -in {KEY} -out new.key",
+        )
         raise CallerError(what, do=do)
 
 
@@ -98,7 +101,8 @@ def tell_in_plain(connection: socket.socket, data: bytes) -> None:
 def _reason(fault: OSError) -> str:
     if isinstance(fault, ssl.SSLCertVerificationError):
         return f"its certificate is not taken: {fault.verify_message}"
-    return str(getattr(fault, "reason", None) or fault.strerror or fault).replace("_", " ").lower()
+    reason = getattr(fault, "reason", None)
+    return str(reason).replace("_", " ").lower() if reason else str(fault.strerror or fault)
 
 
 @final

@@ -17,7 +17,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.device_calls import DeviceCalls
-from gradengine.exchange.linked import Exchange, Seconds
+from gradengine.exchange.linked import Exchange, Kept, Seconds
 from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
@@ -249,6 +249,8 @@ class Reducer:
     def load(self, step: int, whose: Worker | None) -> None:
         """Open the step of a saved state, with an empty window; `whose` is the worker that saved one, if any."""
         self._begin(step)
+        for group in (self.workers, self.parts.group):
+            group.progress.kept = Kept(-1, {})  # of another run, perhaps
         self._loaded_from = whose
 
     def restart(self) -> None:
