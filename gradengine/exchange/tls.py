@@ -20,7 +20,7 @@ _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls
 
 @final
 class Certificates:
-    """A rank's certificate and its group's authority, which sign the rank's connections; TLS 1.3 alone.
+    """A rank's certificate and its group's authority, with which its connections are encrypted; TLS 1.3 alone.
 
     Whoever has a certificate of the authority is let in, whatever name is in it: ranks are known by addresses, and an
     authority is for one group or for machines that trust each other.
@@ -37,6 +37,8 @@ class Certificates:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
         self.folder = Path(folder)
+        for name in (AUTHORITY, CERTIFICATE, KEY):
+            self._refuse_unreadable(self.folder / name)
         self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._called.num_tickets = 0  # no connection is resumed
 
@@ -53,8 +55,6 @@ class Certificates:
         context.sslsocket_class = _TlsSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-        for name in (AUTHORITY, CERTIFICATE, KEY):
-            self._refuse_unreadable(self.folder / name)
         try:
             context.load_verify_locations(self.folder / AUTHORITY)
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=self._refuse_password)
@@ -73,11 +73,8 @@ class Certificates:
 
     def _refuse_password(self) -> NoReturn:
         # OpenSSL would ask for it on the terminal.
-        what, do = (
-            f"{str(self.folder / KEY)!r} has a password",
-            f"write it without one: openssl pkey -in {KEY} -out new.key",
-        )
-        raise CallerError(what, do=do)
+        do = f"write it without one: openssl pkey -in {KEY} -out new.key"
+        raise CallerError(f"{str(self.folder / KEY)!r} has a password", do=do)
 
 
 def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | None:
