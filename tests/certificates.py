@@ -16,12 +16,14 @@ PAGE = Path(__file__).parent.parent / "docs/tls.md"
 
 @functools.cache
 def folders():
-    """Where they are: "run", of one certificate, and "node1", of an authority's."""
+    """Where they are: "run", of one certificate; "node1" and "node2", of one authority."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = Path(tempfile.mkdtemp(prefix="ge"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for lines in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+    one, authority = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    again = authority[authority.index("mkdir node1") :].replace("node1", "node2")
+    for lines in (one, authority, again):
         shell(lines, folder)
     return folder
 

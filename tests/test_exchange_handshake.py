@@ -17,8 +17,8 @@ HELLO = Hello(rank=1, world_size=4, job="pretrain", nonce=new_nonce())
 NONCE = bytes(range(32))
 
 
-def proven(token="secret", role="caller", hello=HELLO, nonce=NONCE, called=0, group=b""):
-    return proof(token, role, hello, nonce, called, group)
+def proven(token="secret", role="caller", hello=HELLO, nonce=NONCE, called=0, group=b"", channel=b""):
+    return proof(token, role, hello, nonce, called, group, channel)
 
 
 @pytest.mark.parametrize("token", ["secret", "", None, "ключ"])
@@ -29,8 +29,10 @@ def test_both_sides_make_the_same_proof(token):
 
 def test_proof_is_the_documented_hmac():
     facts = ["caller", 4, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
-    expected = hmac.new(b"secret", msgpack.packb(facts), hashlib.sha256).digest()
-    assert proven(called=4, group=b"group") == expected
+    for channel in (b"", bytes(range(64))):
+        packed = msgpack.packb(facts + [channel] * bool(channel))
+        expected = hmac.new(b"secret", packed, hashlib.sha256).digest()
+        assert proven(called=4, group=b"group", channel=channel) == expected
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def test_proof_is_the_documented_hmac():
         {"nonce": bytes(32)},
         {"called": 4},
         {"group": bytes(16)},
+        {"channel": bytes(64)},
         *(
             {"hello": dataclasses.replace(HELLO, **{name: value})}
             for name, value in (("rank", 2), ("world_size", 5), ("job", "finetune"), ("nonce", bytes(32)))

@@ -286,23 +286,6 @@ def test_a_rank_that_is_behind_for_another_reason_is_refused():
     assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
 
 
-def test_others_that_have_not_kept_it_refuse_it():
-    """They come from a checkpoint, say."""
-    second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
-
-    def work(exchange):
-        engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0)
-        a_step_that_only_some_have_made(engine, [])
-        if exchange.rank != 1:
-            kept = engine._reducer.workers.progress.kept
-            engine._reducer.workers.progress.kept = kept._replace(step=5)
-        with pytest.raises(HandshakeRefused, match=r"rank \d is at another step: got \d, expected \d"):
-            engine.reconnect(second[exchange.rank])
-        return True
-
-    assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
-
-
 def test_what_was_kept_of_another_window_ends_no_step():
     second = local_group(WORLD, timeout=SOON, join_timeout=SOON)
 

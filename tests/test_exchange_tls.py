@@ -1,6 +1,7 @@
 """TLS: the same sums, nothing in plain on the wire, and whoever has no certificate of the authority is told so."""
 
 import contextlib
+import logging
 import re
 import shutil
 import socket
@@ -9,13 +10,14 @@ import sys
 
 import certificates
 import pytest
-from channel import TOKEN, knock
+from channel import TOKEN, Channel, knock
 from faulty import Between, Reset, Slices, Way
 from test_exchange_mesh import Clock, Started, start
 from transports import SMALL, SOON, bound, contributions, leave_together, on_all, outcomes, rank_order_sum, tcp_pair
 
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, Progress, WorkerClient, connect
+from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener
@@ -186,6 +188,7 @@ def test_what_is_changed_or_cut_on_the_way_is_an_error_and_never_another_sum(run
     found, arenas = a_step(run, *ways)
     assert any(isinstance(each, ExchangeError) for each in found), found
     assert all(each is None or isinstance(each, ExchangeError) for each in found), found
+    assert "_ssl" not in str(found)  # where in OpenSSL's source it was seen
     parts = contributions(SMALL, 2)
     possible = [*parts, rank_order_sum(parts)]
     for arena in arenas:
@@ -206,8 +209,10 @@ def refused(listener, first, second):
     return ranks[0].error(), told
 
 
-def test_a_certificate_of_another_authority(listener, folders, run):
+def test_a_certificate_of_another_authority(listener, folders, run, caplog):
+    caplog.set_level(logging.INFO, "gradengine.exchange")
     (kind, by_first), told = refused(listener, run, Certificates(folders / "node1"))
+    assert "rank 0 refuses a connection from 127.0.0.1: TLS with a caller failed (" in caplog.text
     assert told[0] is HandshakeRefused
     assert "TLS with rank 0 failed (its certificate is not taken: " in told[1]
     assert kind is PeerLost
@@ -247,6 +252,46 @@ def test_a_rank_with_certificates_where_rank_0_has_none(listener, run):
     assert told[0] is HandshakeRefused
     assert "TLS with rank 0 failed (wrong version number)" in told[1]
     assert "(last refused here: not a gradengine message: got 16030" in by_first
+    assert "; if it calls with TLS, give all ranks tls=)" in by_first
+
+
+def pass_on(front, back, relay, messages):
+    """Stand between rank 1, which calls `front`, and rank 0 at `back`, and pass on so many messages each way."""
+    front.socket.setblocking(True)
+    ends = [front.socket.accept()[0], connect_once(back, SOON)]
+    if relay is not None:
+        ends = [relay.encrypted(end, is_called=is_called) for end, is_called in zip(ends, [True, False], strict=True)]
+    rank_1, rank_0 = (Channel(end, "an end") for end in ends)
+    for sender, receiver in [(rank_1, rank_0), (rank_0, rank_1)] * messages:
+        receiver.send(*sender.receive())
+    return rank_1, rank_0
+
+
+def test_whoever_is_between_two_ranks_with_a_certificate_and_no_token_can_pass_nothing_on(listener, folders):
+    own, relay, clock = Certificates(folders / "node1"), Certificates(folders / "node2"), Clock()
+    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN)) as front:
+        first = Started(listener, 0, 2, clock=clock, tls=own)
+        second = Started(front.address, 1, 2, tls=own)
+        ends = pass_on(front, listener.address, relay, messages=2)
+    kind, told = second.error()
+    assert kind is HandshakeRefused
+    refusal = "rank 1 has another token; start all with the same token=, and let no proxy end TLS between them"
+    assert told == f"rank 0 refuses: {refusal}"
+    clock.jump(listener.address)
+    assert f"(last refused here: {refusal})" in first.error()[1]
+    for end in ends:
+        end.close()
+
+
+def test_without_tls_it_can(listener):
+    """Else the test before would prove nothing."""
+    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN)) as front:
+        ranks = Started(listener, 0, 2), Started(front.address, 1, 2)
+        ends = pass_on(front, listener.address, None, messages=3)
+    for link in [rank.link() for rank in ranks]:
+        link.close()
+    for end in ends:
+        end.close()
 
 
 def test_a_certificate_without_the_token(listener, run):
@@ -327,6 +372,23 @@ def test_without_a_token_ranks_of_one_host_need_certificates_too(folders, token)
     first = connect("tcp://127.0.0.1:0", 0, 2, tls=folders / "run", token=token)
     assert bool(first._link._listener.nearby) is (bool(token) and sys.platform == "linux")
     first.close()
+
+
+def test_the_first_certificate_of_a_chain_is_the_one_that_proofs_are_bound_to(folders, tmp_path, listener):
+    """What the file says before it (as openssl's -text does), and the authorities behind it, do not count."""
+    shutil.copytree(folders / "node1", tmp_path, dirs_exist_ok=True)
+    certificates.shell("openssl x509 -text -in tls.crt > own; cat own ca.crt > tls.crt", tmp_path)
+    ranks = start(listener, 2, range(2), tls=Certificates(tmp_path), link="tcp")
+    for link in [rank.link() for rank in ranks]:
+        link.close()
+
+
+def test_a_certificate_in_another_form_than_proofs_need(folders, tmp_path):
+    shutil.copytree(folders / "node1", tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / "tls.crt").read_text()
+    (tmp_path / "tls.crt").write_text(text.replace(" CERTIFICATE-", " X509 CERTIFICATE-"))
+    with pytest.raises(CallerError, match=r"cannot be used \(tls.crt has no line BEGIN CERTIFICATE\)"):
+        Certificates(tmp_path)
 
 
 def test_a_path_that_is_none():

@@ -1,7 +1,8 @@
 """Mutual authentication by a shared token, and comparison of job and world size; no I/O.
 
 Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, the rank
-that is called and the group, so that it can be neither replayed, reflected nor passed on. The token is never sent.
+that is called, the group and, over TLS, both certificates, so that it can be neither replayed, reflected nor passed on.
+The token is never sent.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(token: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes) -> bytes:
+def proof(
+    token: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes, channel: bytes = b""
+) -> bytes:
     """The HMAC of this handshake under the token; None means an empty token.
 
     `role` is "caller" or "called"; `called` is the rank that is called, the world size for a server, and `nonce` its
-    nonce.
+    nonce. `channel` is what `tls.channel_of` returns.
     """
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
+    bound += [channel] if channel else []
     return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
 
@@ -101,10 +105,11 @@ def is_same_proof(given: bytes, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)  # not ==, whose duration shows how many leading bytes are right
 
 
-def refuse_other_proof(given: bytes, expected: bytes, who: str) -> None:
+def refuse_other_proof(given: bytes, expected: bytes, who: str, *, is_encrypted: bool = False) -> None:
     """Raise `HandshakeRefused` unless a proof is the expected one."""
     if not is_same_proof(given, expected):
-        raise HandshakeRefused(f"{who} has another token", do="start all with the same token=")
+        between = ", and let no proxy end TLS between them" if is_encrypted else ""
+        raise HandshakeRefused(f"{who} has another token", do=f"start all with the same token={between}")
 
 
 def error_told(name: str, text: str) -> ExchangeError:

@@ -10,8 +10,8 @@ from typing import TypeVar, final
 
 from gradengine.errors import ExchangeError, HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import error_told
-from gradengine.exchange.links.sockets import close_in_children
-from gradengine.exchange.tls import tell_in_plain
+from gradengine.exchange.links.sockets import close_in_children, origin
+from gradengine.exchange.tls import channel_of, tell_in_plain
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     MAX_TEXT_BYTES,
@@ -52,7 +52,7 @@ class Line:
         self.socket, self.who, self.left = connection, who, left
         self.awaited: tuple[type[Message], ...] = (Hello,)  # at the end that is called
         self._read = bytearray()
-        self.is_local = connection.family == socket.AF_UNIX
+        self.is_local, self.origin = connection.family == socket.AF_UNIX, origin(connection)  # it may be gone later
         close_in_children(connection)
         if left is None:
             connection.setblocking(False)
@@ -71,6 +71,11 @@ class Line:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except OSError as fault:
             return not isinstance(fault, BlockingIOError)
+
+    @property
+    def channel(self) -> bytes:
+        """What proofs over this connection are bound to: see `channel_of`."""
+        return channel_of(self.socket)
 
     def say(self, message: Message, payload: bytes = b"") -> None:
         """Send a message; raises `OSError` if that fails."""

@@ -55,11 +55,11 @@ from gradengine.exchange.handshake import (
 from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.links.sockets import SocketLink, origin
+from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
-from gradengine.exchange.tls import Certificates, refusal_of
+from gradengine.exchange.tls import Certificates, reason_of, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
@@ -328,7 +328,7 @@ class _Joining:
                     raise self._full(fault) from None
                 if (refusal := refusal_of(fault, self._called)) is not None:
                     raise refusal from None
-                reason = fault.strerror or str(fault)
+                reason = reason_of(fault)
             if self._left() < RETRY_SECONDS:
                 what = f"{self._who} has not {self._has_not} ({reason})"
                 raise PeerLost(what, got=f"{self._timeout:g} s", do=do)
@@ -382,9 +382,10 @@ class _Joining:
             if nonce.beside and (near := self._call_beside(rank, nonce.beside, line)) is not None:
                 connection.close()
                 return near
-            line.say(Proof(self._proof("caller", hello, nonce.nonce, rank)))
+            line.say(Proof(self._proof(line, "caller", hello, nonce.nonce, rank)))
             answer, _ = line.expect(Proof)
-            refuse_other_proof(answer.proof, self._proof("called", hello, nonce.nonce, rank), line.who)
+            expected = self._proof(line, "called", hello, nonce.nonce, rank)
+            refuse_other_proof(answer.proof, expected, line.who, is_encrypted=bool(line.channel))
             self.lines[rank] = line
         except BaseException:
             connection.close()
@@ -477,10 +478,11 @@ class _Joining:
     def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
         line.who = f"rank {hello.rank}"
         own, other = (hello.world_size, 0) if self._is_server else (self._rank, hello.world_size)
-        if is_same_proof(given.proof, self._proof("caller", hello, line.nonce, other)):
+        if is_same_proof(given.proof, self._proof(line, "caller", hello, line.nonce, other)):
             what = f"{line.who} looks for {'rank 0' if self._is_server else 'a server'} here"
             raise HandshakeRefused(what, do="pass served=True on all ranks if there is a server, else on none")
-        refuse_other_proof(given.proof, self._proof("caller", hello, line.nonce, own), line.who)
+        expected = self._proof(line, "caller", hello, line.nonce, own)
+        refuse_other_proof(given.proof, expected, line.who, is_encrypted=bool(line.channel))
         self._job = hello.job if self._job is None else self._job
         refuse_other_job(hello, self._job)
         try:
@@ -495,10 +497,10 @@ class _Joining:
             raise HandshakeRefused(f"{line.who} has joined already", do="give each process its own rank")
         if self._is_server and not self.lines:
             self._deadline = self._clock() + self._timeout
-        line.say(Proof(self._proof("called", hello, line.nonce, own)))
+        line.say(Proof(self._proof(line, "called", hello, line.nonce, own)))
         self.lines[hello.rank], line.awaited = line, () if self._is_server else (Listening,)
         self._strangers.remove(line)
-        logger.info("%s: rank %d has joined from %s", self._who, hello.rank, origin(line.socket))
+        logger.info("%s: rank %d has joined from %s", self._who, hello.rank, line.origin)
         if self._group:
             self._selector.unregister(line.socket)  # what comes now is the link's
 
@@ -506,7 +508,7 @@ class _Joining:
         """Drop a line for a reason of its own, which is kept and logged; None: it was closed there."""
         if refusal is not None:
             self._refused = refusal
-            logger.info("%s refuses a connection from %s: %s", self._who, origin(line.socket), refusal)
+            logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
         self._drop(line, refusal)
 
     def _drop(self, line: Line, refusal: ExchangeError | None = None) -> None:
@@ -554,9 +556,10 @@ class _Joining:
     def _left(self) -> float:
         return min(self._deadline - self._clock(), _LONGEST_SECONDS)
 
-    def _proof(self, role: str, hello: Hello, nonce: bytes, called: int) -> bytes:
-        # With the rank that is called and the group, or a call could be passed on to another rank, or to another group.
-        return proof(self._token, role, hello, nonce, called, self._group)
+    def _proof(self, line: Line, role: str, hello: Hello, nonce: bytes, called: int) -> bytes:
+        # With the rank that is called, the group and both certificates, or a call could be passed on to another rank,
+        # to another group, or over another connection by whoever is on the path and has a certificate.
+        return proof(self._token, role, hello, nonce, called, self._group, line.channel)
 
     def _late(self, ranks: list[int]) -> PeerLost:
         named = ", ".join(map(str, ranks))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,7 @@ from gradengine.errors import CallerError, HandshakeRefused
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
 VARIABLE = "GRADENGINE_TLS"
 _RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
+_PEM = re.compile(b"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"
 
 
@@ -37,10 +40,10 @@ class Certificates:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
         self.folder = Path(folder)
-        for name in (AUTHORITY, CERTIFICATE, KEY):
-            self._refuse_unreadable(self.folder / name)
+        _, own, _ = [self._read(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY)]
         self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._called.num_tickets = 0  # no connection is resumed
+        self._hash = self._hash_of_first(own)
 
     def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
         """A socket that encrypts what is sent over a connected one, which it replaces.
@@ -48,7 +51,10 @@ class Certificates:
         The ends show their certificates when they are first read or written; then `refusal_of` tells why one failed.
         """
         context = self._called if is_called else self._calling
-        return context.wrap_socket(connection, server_side=is_called, do_handshake_on_connect=False)
+        encrypted = context.wrap_socket(connection, server_side=is_called, do_handshake_on_connect=False)
+        assert isinstance(encrypted, _TlsSocket)  # noqa: S101  (the context's class)
+        encrypted.own_hash = self._hash
+        return encrypted
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
@@ -59,13 +65,23 @@ class Certificates:
             context.load_verify_locations(self.folder / AUTHORITY)
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=self._refuse_password)
         except OSError as fault:
-            what = f"the certificates in {str(self.folder)!r} cannot be used ({_reason(fault)})"
-            raise CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md") from None
+            raise self._unusable(reason_of(fault)) from None
         return context
 
-    def _refuse_unreadable(self, path: Path) -> None:
+    def _hash_of_first(self, pem: bytes) -> bytes:
+        """The hash of the first certificate in a file, which is the one that OpenSSL shows."""
+        found = _PEM.search(pem)
+        if found is None:
+            raise self._unusable(f"{CERTIFICATE} has no line BEGIN CERTIFICATE")
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0].decode())).digest()
+
+    def _unusable(self, why: str) -> CallerError:
+        what = f"the certificates in {str(self.folder)!r} cannot be used ({why})"
+        return CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md")
+
+    def _read(self, path: Path) -> bytes:
         try:
-            path.read_bytes()
+            return path.read_bytes()
         except (OSError, ValueError) as fault:
             names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
             what = f"cannot read {str(path)!r} for TLS: {getattr(fault, 'strerror', fault)}"
@@ -83,11 +99,16 @@ def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | Non
     return None if folder is None else Certificates(folder)
 
 
+def channel_of(connection: socket.socket) -> bytes:
+    """The hashes of a TLS connection's two certificates, the caller's first; nothing for a plain connection."""
+    return connection.hashes() if isinstance(connection, _TlsSocket) else b""
+
+
 def refusal_of(fault: OSError, who: str) -> HandshakeRefused | None:
     """The refusal in an error of a socket: TLS has failed with `who`; None for any other error."""
     if not isinstance(fault, ssl.SSLError) or isinstance(fault, ssl.SSLEOFError):
         return None
-    return HandshakeRefused(f"TLS with {who} failed ({_reason(fault)})", do=_DO)
+    return HandshakeRefused(f"TLS with {who} failed ({reason_of(fault)})", do=_DO)
 
 
 def tell_in_plain(connection: socket.socket, data: bytes) -> None:
@@ -95,7 +116,8 @@ def tell_in_plain(connection: socket.socket, data: bytes) -> None:
     socket.socket.send(connection, data)
 
 
-def _reason(fault: OSError) -> str:
+def reason_of(fault: OSError) -> str:
+    """Why an error of a socket happened, in few words, also one of TLS."""
     if isinstance(fault, ssl.SSLCertVerificationError):
         return f"its certificate is not taken: {fault.verify_message}"
     reason = getattr(fault, "reason", None)
@@ -105,6 +127,13 @@ def _reason(fault: OSError) -> str:
 @final
 class _TlsSocket(ssl.SSLSocket):
     """An encrypted socket with the interface of a plain one, where this differs from OpenSSL's."""
+
+    own_hash: bytes  # of the certificate that this end shows
+
+    def hashes(self) -> bytes:
+        """The SHA-256 of the caller's certificate and of the called end's, once both were shown."""
+        theirs = hashlib.sha256(self.getpeercert(binary_form=True) or b"").digest()
+        return theirs + self.own_hash if self.server_side else self.own_hash + theirs
 
     def send(self, data: Any, flags: int = 0) -> int:
         try:

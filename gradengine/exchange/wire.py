@@ -25,6 +25,7 @@ NONCE_BYTES = 32
 _PREFIX = struct.Struct(">BB2sBBBIBQ")  # fixarray(4): "GE", uint8 version, uint32 header bytes, uint64 payload bytes
 PREFIX_BYTES = _PREFIX.size
 _BIN32 = struct.Struct(">BI")
+_TLS_HELLO = b"\x16\x03"  # the first bytes of whoever begins TLS (RFC 8446, 5.1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def decode_prefix(prefix: bytes) -> tuple[int, int]:
         raise ProtocolError("message prefix is cut off", got=f"{len(prefix)} bytes", expected=f"{PREFIX_BYTES} bytes")
     array, string, magic, u8, version, u32, header_bytes, u64, payload_bytes = _PREFIX.unpack(prefix)
     if (array, string, magic, u8, u32, u64) != (0x94, 0xA2, b"GE", 0xCC, 0xCE, 0xCF):
-        raise ProtocolError("not a gradengine message", got=prefix.hex(), expected="a prefix as in docs/wire.md")
+        do = "if it calls with TLS, give all ranks tls=" if prefix.startswith(_TLS_HELLO) else None
+        raise ProtocolError("not a gradengine message", got=prefix.hex(), expected="a prefix as in docs/wire.md", do=do)
     if version != PROTOCOL_VERSION:
         raise ProtocolError("the peer speaks another protocol version", got=version, expected=PROTOCOL_VERSION)
     if not _BIN32.size < header_bytes <= MAX_HEADER_BYTES:

@@ -24,6 +24,7 @@ import numpy as np
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.exchange.tls import reason_of
 from gradengine.threads import Bell
 
 _HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow
@@ -298,7 +299,7 @@ class SocketLink(Link):
     def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank, and keep its first fault, to be raised."""
         if isinstance(fault, OSError):
-            what = f"{self.named(peer)} is gone: the connection with it is lost ({fault.strerror or fault})"
+            what = f"{self.named(peer)} is gone: the connection with it is lost ({reason_of(fault)})"
             fault = PeerLost(what, do="reconnect on all ranks")
         self._faults.setdefault(peer, fault)
         for connection in self._connections[peer]:
