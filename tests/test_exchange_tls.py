@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import sys
+from functools import partial
 
 import certificates
 import pytest
@@ -20,8 +21,9 @@ from gradengine.exchange import GradientServer, Progress, WorkerClient, connect
 from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.listener import Listener
+from gradengine.exchange.listener import Listener, nameless
 from gradengine.exchange.tls import Certificates, certificates_of
+from gradengine.exchange.wire import Hello, Nonce
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
@@ -227,7 +229,7 @@ def test_a_certificate_that_only_the_called_rank_does_not_take(listener, folders
     (tmp_path / "ca.crt").write_text((folders / "run/ca.crt").read_text() + (folders / "node1/ca.crt").read_text())
     (_, by_first), told = refused(listener, run, Certificates(tmp_path))
     assert told[0] is HandshakeRefused
-    assert re.search(r"TLS with rank 0 failed \(.*unknown ca", told[1]), told
+    assert re.search(r"TLS with rank 0 failed \(the other end says: unknown ca\)", told[1]), told
     assert "(last refused here: TLS with a caller failed (its certificate is not taken: " in by_first
 
 
@@ -243,55 +245,93 @@ def test_one_that_has_ended(listener, tmp_path, run):
 def test_a_rank_without_certificates_hears_of_them(listener, run):
     (_, by_first), told = refused(listener, run, None)
     assert told[0] is HandshakeRefused
-    assert "rank 0 refuses: TLS with a caller failed (wrong version number); give all ranks tls=" in told[1]
+    assert "rank 0 refuses: TLS with a caller failed (it does not speak TLS); give all ranks tls=" in told[1]
     assert "(last refused here: TLS with a caller failed (" in by_first
 
 
 def test_a_rank_with_certificates_where_rank_0_has_none(listener, run):
     (_, by_first), told = refused(listener, None, run)
     assert told[0] is HandshakeRefused
-    assert "TLS with rank 0 failed (wrong version number)" in told[1]
+    assert "TLS with rank 0 failed (it does not speak TLS)" in told[1]
     assert "(last refused here: not a gradengine message: got 16030" in by_first
     assert "; if it calls with TLS, give all ranks tls=)" in by_first
 
 
-def pass_on(front, back, relay, messages):
-    """Stand between rank 1, which calls `front`, and rank 0 at `back`, and pass on so many messages each way."""
-    front.socket.setblocking(True)
-    ends = [front.socket.accept()[0], connect_once(back, SOON)]
-    if relay is not None:
-        ends = [relay.encrypted(end, is_called=is_called) for end, is_called in zip(ends, [True, False], strict=True)]
+def pass_on(ends, messages):
+    """Pass on so many messages each way, as whoever is between rank 1 and rank 0."""
     rank_1, rank_0 = (Channel(end, "an end") for end in ends)
     for sender, receiver in [(rank_1, rank_0), (rank_0, rank_1)] * messages:
         receiver.send(*sender.receive())
-    return rank_1, rank_0
 
 
-def test_whoever_is_between_two_ranks_with_a_certificate_and_no_token_can_pass_nothing_on(listener, folders):
+def over_tcp(stack, front, back, relay):
+    """Connections with rank 1, which calls `front`, and with rank 0 at `back`; encrypted by these certificates."""
+    front.socket.setblocking(True)
+    ends = [front.socket.accept()[0], connect_once(back.address, SOON)]
+    if relay is not None:
+        ends = [relay.encrypted(end, is_called=is_called) for end, is_called in zip(ends, [True, False], strict=True)]
+    return [stack.enter_context(end) for end in ends]
+
+
+def over_sockets_beside(stack, front, back, relay):
+    """The same by Unix sockets, whose names the relay says, and hears, over TCP."""
+    rank_1, rank_0 = (Channel(end, "an end") for end in over_tcp(stack, front, back, relay))
+    rank_0.send(rank_1.expect(Hello)[0])
+    nonce, _ = rank_0.expect(Nonce)
+    rank_1.send(Nonce(nonce.nonce, front.beside))
+    front.nearby[0].setblocking(True)
+    ends = front.nearby[0].accept()[0], connect_once(nameless(nonce.beside), SOON)
+    return [stack.enter_context(end) for end in ends]
+
+
+@pytest.fixture(params=[over_tcp, over_sockets_beside])
+def between(request):
+    """A function that stands between two ranks, their own listener, and one that rank 1 takes for it."""
+    is_beside = request.param is over_sockets_beside
+    if is_beside and sys.platform != "linux":
+        pytest.skip("sockets without a path are Linux's")
+    with contextlib.ExitStack() as stack:
+        back, front = (
+            stack.enter_context(contextlib.closing(Listener(("127.0.0.1", 0), TOKEN, is_beside=is_beside)))
+            for _ in range(2)
+        )
+        yield partial(request.param, stack, front, back), back, front
+
+
+def test_whoever_is_between_two_ranks_with_a_certificate_and_no_token_can_pass_nothing_on(between, folders):
+    stand, back, front = between
     own, relay, clock = Certificates(folders / "node1"), Certificates(folders / "node2"), Clock()
-    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN)) as front:
-        first = Started(listener, 0, 2, clock=clock, tls=own)
-        second = Started(front.address, 1, 2, tls=own)
-        ends = pass_on(front, listener.address, relay, messages=2)
+    first = Started(back, 0, 2, clock=clock, tls=own)
+    second = Started(front.address, 1, 2, tls=own)
+    pass_on(stand(relay), messages=2)
     kind, told = second.error()
     assert kind is HandshakeRefused
-    refusal = "rank 1 has another token; start all with the same token=, and let no proxy end TLS between them"
-    assert told == f"rank 0 refuses: {refusal}"
-    clock.jump(listener.address)
-    assert f"(last refused here: {refusal})" in first.error()[1]
-    for end in ends:
-        end.close()
+    assert told == (
+        "rank 0 refuses: rank 1 has another token, or is not the one at the other end of TLS; start all with the same "
+        "token=, and connect them directly: a proxy that decrypts TLS is refused"
+    )
+    clock.jump(back.address)
+    assert "(last refused here: rank 1 has another token, or is not the one at" in first.error()[1]
 
 
-def test_without_tls_it_can(listener):
+def test_without_tls_it_can(between):
     """Else the test before would prove nothing."""
-    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN)) as front:
-        ranks = Started(listener, 0, 2), Started(front.address, 1, 2)
-        ends = pass_on(front, listener.address, None, messages=3)
+    stand, back, front = between
+    ranks = Started(back, 0, 2), Started(front.address, 1, 2)
+    pass_on(stand(None), messages=3)
     for link in [rank.link() for rank in ranks]:
         link.close()
-    for end in ends:
-        end.close()
+
+
+def test_ranks_on_one_host_with_certificates_of_their_own_go_on_over_unix_sockets(folders):
+    """Where there are such sockets; each rank's proof holds for the certificate of the rank that it called over TCP."""
+    own = [Certificates(folders / name) for name in ("node1", "node2", "node1")]
+    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN, is_beside=sys.platform == "linux")) as near:
+        ranks = [Started(near if rank == 0 else near.address, rank, 3, tls=own[rank]) for rank in range(3)]
+        links = [rank.link() for rank in ranks]
+    assert {link.name for link in links} == ({"shared_memory"} if sys.platform == "linux" else {"tcp"})
+    for link in links:
+        link.close()
 
 
 def test_a_certificate_without_the_token(listener, run):
@@ -332,7 +372,10 @@ def test_an_older_tls_is_refused(listener, run, folders):
 def test_a_file_that_is_missing_or_no_pem_is_named_and_nothing_is_opened(folders, tmp_path, name):
     shutil.copytree(folders / "run", tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text("no certificate")
-    with pytest.raises(CallerError, match=rf"the certificates in '{tmp_path}' cannot be used"):
+    loaded = name if name == "ca.crt" else "tls.crt with tls.key"
+    with pytest.raises(
+        CallerError, match=rf"^{loaded} in '{tmp_path}' cannot be used \([A-Za-z ]+\): expected PEM, and"
+    ):
         connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(CallerError, match=rf"cannot read '{tmp_path / name}' for TLS: No such file"):
@@ -374,21 +417,39 @@ def test_without_a_token_ranks_of_one_host_need_certificates_too(folders, token)
     first.close()
 
 
-def test_the_first_certificate_of_a_chain_is_the_one_that_proofs_are_bound_to(folders, tmp_path, listener):
-    """What the file says before it (as openssl's -text does), and the authorities behind it, do not count."""
+@pytest.mark.parametrize(
+    "made",
+    [
+        "cat own ca.crt > tls.crt",
+        "openssl x509 -text -in own > tls.crt; cat ca.crt >> tls.crt",
+        "openssl x509 -trustout -in own > tls.crt; cat ca.crt >> tls.crt",
+        "sed 's/^/# /' ca.crt > tls.crt; cat own >> tls.crt",
+        "sed 's/$/\\r/' own > tls.crt",
+    ],
+    ids=["chain", "text before", "trusted", "another commented out", "CRLF"],
+)
+def test_proofs_hold_for_the_certificate_that_openssl_shows_out_of_its_file(folders, tmp_path, listener, made):
     shutil.copytree(folders / "node1", tmp_path, dirs_exist_ok=True)
-    certificates.shell("openssl x509 -text -in tls.crt > own; cat own ca.crt > tls.crt", tmp_path)
+    certificates.shell(f"mv tls.crt own; {made}", tmp_path)
+    assert Certificates(tmp_path).own_hash == Certificates(folders / "node1").own_hash
     ranks = start(listener, 2, range(2), tls=Certificates(tmp_path), link="tcp")
     for link in [rank.link() for rank in ranks]:
         link.close()
 
 
-def test_a_certificate_in_another_form_than_proofs_need(folders, tmp_path):
+def test_files_that_are_replaced_while_they_are_read(folders, tmp_path, monkeypatch):
+    """Else one rank would show a certificate, and prove that it has another."""
     shutil.copytree(folders / "node1", tmp_path, dirs_exist_ok=True)
-    text = (tmp_path / "tls.crt").read_text()
-    (tmp_path / "tls.crt").write_text(text.replace(" CERTIFICATE-", " X509 CERTIFICATE-"))
-    with pytest.raises(CallerError, match=r"cannot be used \(tls.crt has no line BEGIN CERTIFICATE\)"):
+    made = ssl.SSLContext.load_cert_chain
+
+    def load(self, *arguments, **options):
+        made(self, *arguments, **options)
+        shutil.copytree(folders / "node2", tmp_path, dirs_exist_ok=True)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load)
+    with pytest.raises(CallerError, match="were replaced while they were read; connect again"):
         Certificates(tmp_path)
+    assert Certificates(tmp_path).own_hash == Certificates(folders / "node2").own_hash
 
 
 def test_a_path_that_is_none():

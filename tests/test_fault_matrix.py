@@ -39,7 +39,7 @@ from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.listener import Listener
-from gradengine.exchange.tls import Certificates
+from gradengine.exchange.tls import Certificates, hashes_of
 from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, encode_head
 from gradengine.layout import GradientLayout
 
@@ -437,7 +437,7 @@ def replayed(link, folder):
         with contextlib.closing(here.knock()) as rank:
             rank.send(said)
             nonce, _ = rank.expect(Nonce)
-            proved = Proof(proof(TOKEN, "caller", said, nonce.nonce, here.called, b""))
+            proved = Proof(proof(TOKEN, "caller", said, nonce.nonce, here.called, b"", hashes_of(rank._socket)))
             rank.send(proved)
             rank.expect(Proof)
         again = here.knock()

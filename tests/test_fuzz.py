@@ -52,7 +52,7 @@ class TestPlantedBugs:
 
     @pytest.mark.parametrize("target", ["stranger", "listener"])
     def test_a_proof_that_is_not_looked_at(self, target, monkeypatch):
-        monkeypatch.setattr(mesh, "refuse_other_proof", lambda *_: None)
+        monkeypatch.setattr(mesh, "refuse_other_proof", lambda *_, **__: None)
         with pytest.raises(AssertionError):
             self.found(target)
 

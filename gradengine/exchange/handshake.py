@@ -39,7 +39,7 @@ def proof(
     """The HMAC of this handshake under the token; None means an empty token.
 
     `role` is "caller" or "called"; `called` is the rank that is called, the world size for a server, and `nonce` its
-    nonce. `channel` is what `tls.channel_of` returns.
+    nonce. `channel` is `Line.channel`.
     """
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
     bound += [channel] if channel else []
@@ -108,8 +108,11 @@ def is_same_proof(given: bytes, expected: bytes) -> bool:
 def refuse_other_proof(given: bytes, expected: bytes, who: str, *, is_encrypted: bool = False) -> None:
     """Raise `HandshakeRefused` unless a proof is the expected one."""
     if not is_same_proof(given, expected):
-        between = ", and let no proxy end TLS between them" if is_encrypted else ""
-        raise HandshakeRefused(f"{who} has another token", do=f"start all with the same token={between}")
+        what, do = f"{who} has another token", "start all with the same token="
+        if is_encrypted:
+            what += ", or is not the one at the other end of TLS"
+            do += ", and connect them directly: a proxy that decrypts TLS is refused"
+        raise HandshakeRefused(what, do=do)
 
 
 def error_told(name: str, text: str) -> ExchangeError:

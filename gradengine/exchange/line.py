@@ -11,7 +11,7 @@ from typing import TypeVar, final
 from gradengine.errors import ExchangeError, HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import error_told
 from gradengine.exchange.links.sockets import close_in_children, origin
-from gradengine.exchange.tls import channel_of, tell_in_plain
+from gradengine.exchange.tls import hashes_of, tell_in_plain
 from gradengine.exchange.wire import (
     MAX_SMALL_PAYLOAD,
     MAX_TEXT_BYTES,
@@ -47,6 +47,7 @@ class Line:
     hello: Hello  # of the end that called, once it has said it
     nonce: bytes  # for that end's proof
     beside = ""  # the name of a Unix socket for that end, if it is on this host
+    called_hash = b""  # on a Unix socket beside an address with TLS: that of the called end's certificate
 
     def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] | None = None) -> None:
         self.socket, self.who, self.left = connection, who, left
@@ -74,8 +75,8 @@ class Line:
 
     @property
     def channel(self) -> bytes:
-        """What proofs over this connection are bound to: see `channel_of`."""
-        return channel_of(self.socket)
+        """The certificates' hashes that proofs over this connection hold for: the caller's, the called end's."""
+        return self.called_hash or hashes_of(self.socket)
 
     def say(self, message: Message, payload: bytes = b"") -> None:
         """Send a message; raises `OSError` if that fails."""

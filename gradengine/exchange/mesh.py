@@ -59,7 +59,7 @@ from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
 from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
-from gradengine.exchange.tls import Certificates, reason_of, refusal_of
+from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
@@ -365,7 +365,7 @@ class _Joining:
             self.lines.pop(self._world_size).socket.close()
             raise
 
-    def _call(self, rank: int, address: Address) -> Line:
+    def _call(self, rank: int, address: Address, called_hash: bytes = b"") -> Line:
         """A line to a rank or the server, after both have proved themselves."""
         who = self._called = "the server" if rank == self._world_size else f"rank {rank}"
         if not is_nameless(address):
@@ -374,6 +374,7 @@ class _Joining:
         try:
             connection = self._encrypted(connection, is_called=False)
             line = Line(connection, who, self._left)
+            line.called_hash = called_hash
             hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
             nonce, _ = line.expect(Nonce)
@@ -400,7 +401,7 @@ class _Joining:
         if line.is_local or not is_name(name):
             raise ProtocolError(f"{line.who} sent an invalid name of a Unix socket", got=said(name))
         try:
-            return self._call(rank, nameless(name))
+            return self._call(rank, nameless(name), line.channel[-HASH_BYTES:])
         except ConnectionRefusedError:
             if self._group and self._link != "tcp":  # rank 0 has seen that all are on one host
                 raise
@@ -435,6 +436,7 @@ class _Joining:
             connection = self._encrypted(connection, is_called=True)
             line = Line(connection, "a caller")
             line.beside = "" if line.is_local else beside
+            line.called_hash = self._tls.own_hash if self._tls and line.is_local and beside else b""
             self._selector.register(connection, selectors.EVENT_READ, line)
             self._strangers.append(line)
         except BaseException as fault:
@@ -557,8 +559,8 @@ class _Joining:
         return min(self._deadline - self._clock(), _LONGEST_SECONDS)
 
     def _proof(self, line: Line, role: str, hello: Hello, nonce: bytes, called: int) -> bytes:
-        # With the rank that is called, the group and both certificates, or a call could be passed on to another rank,
-        # to another group, or over another connection by whoever is on the path and has a certificate.
+        # With the rank that is called, the group and the certificates, or a call could be passed on to another rank, to
+        # another group, or by whoever is on the path and has a certificate.
         return proof(self._token, role, hello, nonce, called, self._group, line.channel)
 
     def _late(self, ranks: list[int]) -> PeerLost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -16,8 +17,8 @@ from gradengine.errors import CallerError, HandshakeRefused
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
 VARIABLE = "GRADENGINE_TLS"
+HASH_BYTES = 32
 _RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
-_PEM = re.compile(b"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"
 
 
@@ -32,6 +33,10 @@ class Certificates:
         folder: A folder with ca.crt (the authority's certificate), tls.crt (the rank's) and tls.key (its key, without a
             password), all PEM.
 
+    Attributes:
+        folder: The folder.
+        own_hash: The SHA-256 of the rank's certificate.
+
     Raises:
         CallerError: A file is missing or cannot be read, or the key is not the certificate's.
     """
@@ -40,10 +45,13 @@ class Certificates:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
         self.folder = Path(folder)
-        _, own, _ = [self._read(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY)]
+        before = self._read()
         self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._called.num_tickets = 0  # no connection is resumed
-        self._hash = self._hash_of_first(own)
+        self.own_hash = self._hash_shown()
+        if self._read() != before:
+            what = f"the certificates in {str(self.folder)!r} were replaced while they were read"
+            raise CallerError(what, do="connect again")
 
     def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
         """A socket that encrypts what is sent over a connected one, which it replaces.
@@ -53,7 +61,7 @@ class Certificates:
         context = self._called if is_called else self._calling
         encrypted = context.wrap_socket(connection, server_side=is_called, do_handshake_on_connect=False)
         assert isinstance(encrypted, _TlsSocket)  # noqa: S101  (the context's class)
-        encrypted.own_hash = self._hash
+        encrypted.own_hash = self.own_hash
         return encrypted
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -61,25 +69,31 @@ class Certificates:
         context.sslsocket_class = _TlsSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+        loaded = AUTHORITY
         try:
             context.load_verify_locations(self.folder / AUTHORITY)
+            loaded = f"{CERTIFICATE} with {KEY}"
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=self._refuse_password)
         except OSError as fault:
-            raise self._unusable(reason_of(fault)) from None
+            what = f"{loaded} in {str(self.folder)!r} cannot be used ({reason_of(fault)})"
+            raise CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md") from None
         return context
 
-    def _hash_of_first(self, pem: bytes) -> bytes:
-        """The hash of the first certificate in a file, which is the one that OpenSSL shows."""
-        found = _PEM.search(pem)
-        if found is None:
-            raise self._unusable(f"{CERTIFICATE} has no line BEGIN CERTIFICATE")
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0].decode())).digest()
+    def _hash_shown(self) -> bytes:
+        """The hash of the certificate that is shown, as seen by a client in memory: OpenSSL chooses it in its file."""
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        calling, called = client.wrap_bio(back, there), self._called.wrap_bio(there, back, server_side=True)
+        for end in (calling, called, calling):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+        return _hash(calling.getpeercert(binary_form=True))
 
-    def _unusable(self, why: str) -> CallerError:
-        what = f"the certificates in {str(self.folder)!r} cannot be used ({why})"
-        return CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md")
+    def _read(self) -> list[bytes]:
+        return [self._content(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY)]
 
-    def _read(self, path: Path) -> bytes:
+    def _content(self, path: Path) -> bytes:
         try:
             return path.read_bytes()
         except (OSError, ValueError) as fault:
@@ -99,7 +113,7 @@ def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | Non
     return None if folder is None else Certificates(folder)
 
 
-def channel_of(connection: socket.socket) -> bytes:
+def hashes_of(connection: socket.socket) -> bytes:
     """The hashes of a TLS connection's two certificates, the caller's first; nothing for a plain connection."""
     return connection.hashes() if isinstance(connection, _TlsSocket) else b""
 
@@ -120,8 +134,19 @@ def reason_of(fault: OSError) -> str:
     """Why an error of a socket happened, in few words, also one of TLS."""
     if isinstance(fault, ssl.SSLCertVerificationError):
         return f"its certificate is not taken: {fault.verify_message}"
+    if isinstance(fault, TimeoutError):
+        return "timed out"
     reason = getattr(fault, "reason", None)
-    return str(reason).replace("_", " ").lower() if reason else str(fault.strerror or fault)
+    if reason == "WRONG_VERSION_NUMBER":  # the first bytes are not those of any TLS
+        return "it does not speak TLS"
+    text = str(reason).replace("_", " ").lower() if reason else str(fault.strerror or fault)
+    _, is_alert, alert = text.partition(" alert ")
+    # OpenSSL's own words say where in its source, and name old versions for alerts of every one.
+    return f"the other end says: {alert}" if is_alert else re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", text)
+
+
+def _hash(certificate: bytes | None) -> bytes:
+    return hashlib.sha256(certificate or b"").digest()
 
 
 @final
@@ -132,7 +157,7 @@ class _TlsSocket(ssl.SSLSocket):
 
     def hashes(self) -> bytes:
         """The SHA-256 of the caller's certificate and of the called end's, once both were shown."""
-        theirs = hashlib.sha256(self.getpeercert(binary_form=True) or b"").digest()
+        theirs = _hash(self.getpeercert(binary_form=True))
         return theirs + self.own_hash if self.server_side else self.own_hash + theirs
 
     def send(self, data: Any, flags: int = 0) -> int:
