@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from itertools import chain
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeAlias, final
+from typing import Any, NamedTuple, SupportsFloat, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back as handed_back_to
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import State
 from gradengine.arguments import listed, truth_value
-from gradengine.arrays.buffer import Buffer, RawBuffer, refuse_freed
+from gradengine.arrays.buffer import Buffer, RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.deferred import DeferredErrors
 from gradengine.errors import BufferRefused, CallerError, WindowError
@@ -23,7 +22,30 @@ from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer
 from gradengine.result import StepResult
 
-_Arrays: TypeAlias = list[tuple[str, Any, int]]
+
+@final
+class _Arrays(NamedTuple):
+    """Arrays of the caller's that a graph reads or writes, with their components' names and recorded addresses."""
+
+    names: Sequence[str]
+    arrays: Sequence[Any]
+    addresses: Sequence[int]
+
+    def refuse_moved(self) -> None:
+        """Raise `BufferRefused` if an array is at another address now, or was freed."""
+        now = addresses_of(self.arrays)
+        if now == self.addresses:
+            return
+        position = next(i for i, pair in enumerate(zip(now, self.addresses, strict=True)) if len(set(pair)) == 2)
+        name, array = self.names[position], self.arrays[position]
+        if isinstance(array, RawBuffer):
+            refuse_freed(array.owner, name)
+        raise BufferRefused(
+            f"component '{name}' is not at the address that the window was captured with",
+            got=f"address {now[position]:#x}",
+            expected=f"{self.addresses[position]:#x}",
+            do="keep the same buffers, or repoint() the graph",
+        )
 
 
 @final
@@ -58,8 +80,8 @@ class CapturedWindow:
     ) -> None:
         self._replayed, self._repointed, self.sums = replayed, repointed, sums
         self._added: list[_Arrays] = []
-        self._handed_back: _Arrays = []
-        self._weights: _Arrays = []  # that are arrays on the GPU
+        self._handed_back = _Arrays([], [], [])
+        self._weights: list[_Arrays] = []  # that are on the GPU
         self._destinations: Mapping[int, Buffer] = {}
         self._has_parts = False  # an add was no whole micro-batch
         self._recorded: Graph | None = None
@@ -82,7 +104,8 @@ class CapturedWindow:
         """
         self._that_is_recorded()
         if truth_value("check", check):
-            self._refuse_moved()
+            for arrays in (*self._added, *self._weights, self._handed_back):
+                arrays.refuse_moved()
         return self._replayed(self)
 
     def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
@@ -119,10 +142,10 @@ class CapturedWindow:
         self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat | None = None
     ) -> None:
         """Note the arrays of an `add` that was recorded; `weight` is given for a whole micro-batch."""
-        self._added.append(_located(slots, gradients, prefix))
+        self._added.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
         self._has_parts = self._has_parts or weight is None
-        if weight is not None and (address := address_of(weight)):
-            self._weights.append(("a micro-batch's weight", weight, address))
+        if weight is not None and any(address := addresses_of([weight])):
+            self._weights.append(_Arrays(["a micro-batch's weight"], [weight], address))
 
     def closed(
         self,
@@ -134,7 +157,7 @@ class CapturedWindow:
     ) -> None:
         """Note the result and destinations of the step that was recorded."""
         if out is not None:
-            self._handed_back, self._destinations = _located(slots, out), destinations or {}
+            self._handed_back, self._destinations = _destinations(slots, out), destinations or {}
         self.result, self.out = result, out
         self.producers = producers | producers_of(self._destinations.values())
 
@@ -142,7 +165,7 @@ class CapturedWindow:
         """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
         if self.result is None:
             raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
-        recorded.lent += _arrays(*self._added, self._weights, self._handed_back)
+        recorded.lent += [*self._added, *self._weights, self._handed_back]
         self._recorded = recorded
 
     def run(self, accumulator: PerBlockGradientAccumulator, reducer: Reducer, late: DeferredErrors) -> StepResult:
@@ -169,17 +192,18 @@ class CapturedWindow:
     ) -> None:
         """Check what `repoint` was given, and have the graph read and write it."""
         slots, (recorded, result) = accumulator.layout.slots, self._that_is_recorded()
-        contributions = accumulator.contributions(micro_batches)
+        ordered = [in_slot_order(slots, gradients, "the layout") for gradients in micro_batches]
+        contributions = accumulator.contributions(ordered)
         destinations = None if out is None else accumulator.destinations.of(out)
-        added = [_located(slots, gradients) for gradients in micro_batches]
+        added = [_located(slots, arrays) for arrays in ordered]
         for number, (now, then) in enumerate(zip(added, self._added, strict=True)):
             _refuse_other_components(now, then, f"a gradient in micro-batch {number}")
-        handed_back = self._handed_back if out is None else _located(slots, out)
+        handed_back = self._handed_back if out is None else _destinations(slots, out)
         _refuse_other_components(handed_back, self._handed_back, "a destination")
         self._recorded = None  # an interrupted call leaves nothing to be replayed
         try:
             with accumulator.arena.in_order():
-                recorded.repoint(contributions, destinations, _arrays(*added, self._weights, handed_back))
+                recorded.repoint(contributions, destinations, [*added, *self._weights, handed_back])
         except Exception:
             self._recorded = recorded
             raise
@@ -195,18 +219,6 @@ class CapturedWindow:
         if self._recorded is None or self.result is None:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
         return self._recorded, self.result
-
-    def _refuse_moved(self) -> None:
-        for name, array, address in chain(*self._added, self._weights, self._handed_back):
-            if isinstance(array, RawBuffer):
-                refuse_freed(array.owner, name)
-            if address_of(array) != address:
-                raise BufferRefused(
-                    f"component '{name}' is not at the address that the window was captured with",
-                    got=f"address {address_of(array):#x}",
-                    expected=f"{address:#x}",
-                    do="keep the same buffers, or repoint() the graph",
-                )
 
 
 @final
@@ -273,36 +285,41 @@ def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
         )
 
 
-def _located(slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> _Arrays:
-    """Each array that is there, with its component's name and its address of now."""
-    arrays = zip(slots, in_slot_order(slots, gradients, "the window", prefix), strict=True)
-    return [(slot.name, array, address_of(array)) for slot, array in arrays if array is not None]
+def _located(slots: Sequence[Slot], arrays: Sequence[Any]) -> _Arrays:
+    """The arrays that are there, one for each slot or None, at their addresses of now."""
+    names = [slot.name for slot, array in zip(slots, arrays, strict=True) if array is not None]
+    arrays = [array for array in arrays if array is not None]
+    return _Arrays(names, arrays, addresses_of(arrays))
 
 
-def _arrays(*located: _Arrays) -> list[Any]:
-    return [array for _, array, _ in chain(*located)]
+def _destinations(slots: Sequence[Slot], out: Gradients) -> _Arrays:
+    return _located(slots, in_slot_order(slots, out, "the window"))
 
 
 def _refuse_other_components(now: _Arrays, then: _Arrays, what: str) -> None:
-    here, recorded = ([name for name, *_ in arrays] for arrays in (now, then))
-    if here != recorded:
-        name = min(set(here).symmetric_difference(recorded))
+    if now.names != then.names:
+        name = min(set(now.names).symmetric_difference(then.names))
         raise CallerError(
-            f"component '{name}' {'has' if name in here else 'lacks'} {what}, other than at the capture",
-            got=f"{len(here)} components",
-            expected=f"the {len(recorded)} of the capture",
+            f"component '{name}' {'has' if name in now.names else 'lacks'} {what}, other than at the capture",
+            got=f"{len(now.names)} components",
+            expected=f"the {len(then.names)} of the capture",
             do="capture() the window anew",
         )
 
 
-def address_of(array: Any) -> int:
-    """An array's address now, by the fastest way that its framework has; 0 if it has none."""
-    if isinstance(array, RawBuffer):
-        return array.pointer
-    if hasattr(array, "data_ptr"):
-        return int(array.data_ptr())
-    pointer = getattr(getattr(array, "data", None), "ptr", None)
-    if pointer is not None:
-        return int(pointer)
-    interface = getattr(array, "__cuda_array_interface__", None)
-    return int(interface["data"][0]) if interface else 0
+def addresses_of(arrays: Sequence[Any]) -> list[int]:
+    """Each array's address now, by the fastest way that its framework has; 0 if it has none, or its memory was freed.
+
+    It takes 0.1 us an array where all are of one framework, and 1 us where they are not.
+    """
+    kinds = set(map(type, arrays))
+    if len(kinds) != 1:
+        return [addresses_of([array])[0] for array in arrays]
+    if isinstance(arrays[0], RawBuffer):
+        return [0 if freed(array.owner) else array.pointer for array in arrays]
+    if hasattr(arrays[0], "data_ptr"):
+        return [array.data_ptr() for array in arrays]
+    if hasattr(getattr(arrays[0], "data", None), "ptr"):
+        return [array.data.ptr for array in arrays]
+    interfaces = [getattr(array, "__cuda_array_interface__", None) for array in arrays]
+    return [int(interface["data"][0]) if interface else 0 for interface in interfaces]

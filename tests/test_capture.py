@@ -12,7 +12,7 @@ from devices import assign, bits_of, churned, nothing_is_launched, on_host, oper
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
-from gradengine.capture import address_of
+from gradengine.capture import addresses_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.kernels.launch import CAPACITIES
 
@@ -444,6 +444,11 @@ class TestMoved:
             (lambda good: [good[:2]], LayoutMismatch, "got 2, expected 3"),
             (lambda good: [[*good[:2], np.ones(1, np.float32)]], BufferRefused, "'head' is on another device"),
             (
+                lambda good: [{"layers.0.w": [good[0]], "layers.1.w": good[1], "head": good[2]}],
+                BufferRefused,
+                "'layers.0.w' is not an array on a GPU: got list",
+            ),
+            (
                 lambda good: [[good[0], None, good[2]]],
                 CallerError,
                 "'layers.1.w' lacks a gradient in micro-batch 0, other than at the capture: got 2 components",
@@ -553,9 +558,16 @@ class TestMoved:
         class Interface:
             __cuda_array_interface__ = array.__cuda_array_interface__
 
-        for source in (array, Movable(array), Interface(), RawBuffer(pointer, 15, "float32", "cuda:0")):
-            assert address_of(source) == pointer
-        assert address_of(object()) == 0
+        class OwnBuffer(RawBuffer):
+            pass
+
+        raw = [kind(pointer, 15, "float32", "cuda:0") for kind in (RawBuffer, OwnBuffer)]
+        sources = [array, Movable(array), Interface(), *raw]
+        assert addresses_of(sources) == [pointer] * len(sources)
+        for source in sources:
+            assert addresses_of([source, source]) == [pointer] * 2
+        assert addresses_of([object()]) == [0]
+        assert addresses_of([]) == []
 
 
 class TestCounting:

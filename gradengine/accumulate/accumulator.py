@@ -165,16 +165,15 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
         """
         self._add(Call.ADD, self._all, self.layout.slots, "the layout", gradients, weight, measure)
 
-    def contributions(self, micro_batches: Iterable[Gradients]) -> list[Contribution]:
-        """Whole micro-batches, checked as `add` would, for a window that was captured; nothing is added."""
+    def contributions(self, micro_batches: Iterable[Sequence[object]]) -> list[Contribution]:
+        """Whole micro-batches in slot order, checked as `add` would, for a window that was captured; adds nothing."""
         found, window = [], Window(len(self.layout.slots))
-        for number, gradients in enumerate(micro_batches):
+        for number, sources in enumerate(micro_batches):
             if number % self.hold == 0:
                 window = Window(len(self.layout.slots))
-            sources = in_slot_order(self.layout.slots, gradients, "the layout")
             found.append(self._intake.contribution(self._all, self.layout.slots, sources))
-            window.refuse_aliases(found[-1], self.layout.slots)
             if self.hold > 1:
+                window.refuse_aliases(found[-1], self.layout.slots)
                 window.hold(found[-1], np.float32(1))
         return found
 

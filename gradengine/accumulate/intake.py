@@ -84,7 +84,7 @@ class Intake:
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:
         """The contribution of NumPy arrays, without a check if dtype, shape and strides are those of checked ones."""
-        if not self._is_known(slot_set, form):
+        if self._known_form(slot_set, form) is None:
             return self._of_new_form(slot_set, slots, sources, form)
         return Contribution.of_fp32(slot_set, [s if s.ndim == 1 else s.ravel() for s in sources])
 
@@ -92,9 +92,9 @@ class Intake:
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], kind: _Kind, form: list[Any]
     ) -> Contribution:
         """The contribution of a framework's arrays that are new in each micro-batch: 1.3 us each instead of 2.7."""
-        pointers = kind.pointers(sources) if self._is_known(slot_set, form) else None
-        start, stop = self._arena.pointer - 4 * max(slot.size for slot in slots), self._stop
-        if pointers is None or any(start < pointer < stop for pointer in pointers):  # perhaps ours
+        known = self._known_form(slot_set, form)
+        pointers = None if known is None else kind.pointers(sources)
+        if known is None or pointers is None or self._may_be_ours(addresses := np.array(pointers, np.uint64), known):
             return self._as_of_now(self._of_new_form(slot_set, slots, sources, form), sources, kind.reader)
         kept = tuple(sources)
         check = AddressCheck(kind.reader, kept, kind.reader(kept)) if self._holds else None
@@ -103,15 +103,19 @@ class Intake:
             found = Contribution.of_fp32(slot_set, [elements_at(pointer, size, "float32") for pointer, size in sized])
             found.sources, found.address_check = kept if self._holds else (), check
             return found
-        _, tags, producers = self._forms[slot_set]
-        found = Contribution.at(slot_set, tags | np.array(pointers, np.uint64), as_of_now(producers), kept, check)
+        found = Contribution.at(slot_set, known.tags | addresses, as_of_now(known.producers), kept, check)
         if found.producers:
             self._device.wait_for(found.producers)
         return found
 
-    def _is_known(self, slot_set: SlotSet, form: list[Any]) -> bool:
+    def _known_form(self, slot_set: SlotSet, form: list[Any]) -> _Form | None:
         known = self._forms.get(slot_set)
-        return known is not None and known.form == form
+        return known if known is not None and known.form == form else None
+
+    def _may_be_ours(self, addresses: npt.NDArray[np.uint64], known: _Form) -> bool:
+        """Whether a gradient may lie in the arena, as far as one as large as the largest does."""
+        first = max(0, self._arena.pointer - known.most_bytes)
+        return bool(((addresses > first) & (addresses < self._stop)).any())
 
     def _of_new_form(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
@@ -122,7 +126,8 @@ class Intake:
         is_plain = is_plain and all(producer.stream() is not None for producer in resolved.producers)
         self._forms.pop(slot_set, None)
         if is_plain and (self._device.name != "cpu" or resolved.fp32 is not None):
-            self._forms[slot_set] = _Form(form, resolved.addresses & ~np.uint64(ADDRESS), resolved.producers)
+            tags, most_bytes = resolved.addresses & ~np.uint64(ADDRESS), 4 * max(slot.size for slot in slots)
+            self._forms[slot_set] = _Form(form, tags, resolved.producers, most_bytes)
         return resolved
 
     def _as_of_now(
@@ -181,6 +186,7 @@ class _Form(NamedTuple):
     form: list[Any]
     tags: npt.NDArray[np.uint64]  # of their dtypes, in an address
     producers: frozenset[ProducerStream]
+    most_bytes: int  # of one of them, at most
 
 
 class _Known:

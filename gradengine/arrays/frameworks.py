@@ -125,7 +125,7 @@ def torch_form(sources: Sequence[Any]) -> list[Any] | None:
 
     It takes 0.4 us a tensor.
     """
-    if set(map(type, sources)) != {_torch_kinds()[0]}:
+    if not sources or type(sources[0]) is not (tensor := _torch_kinds()[0]) or set(map(type, sources)) != {tensor}:
         return None
     try:
         return [(t.dtype, t.shape, t.device, t.layout, t.is_contiguous(), t.is_neg(), t.requires_grad) for t in sources]

@@ -21,6 +21,7 @@ from gradengine.arrays.frameworks import is_torch
 
 Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
 _base, _form = attrgetter("base"), attrgetter("dtype", "shape", "strides")
+_cupy_form = attrgetter("dtype", "shape", "strides", "data.device_id")
 
 
 @final
@@ -79,7 +80,7 @@ def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
 
     None for anything else, and for views of our own array: those must be checked. It takes 0.2 us an array.
     """
-    if set(map(type, sources)) != {np.ndarray}:
+    if not sources or type(sources[0]) is not np.ndarray or set(map(type, sources)) != {np.ndarray}:
         return None
     for base in map(_base, sources):
         if base is not None and (type(base) is not np.ndarray or base.base is not None or base is ours):
@@ -91,7 +92,7 @@ def cupy_form(sources: Sequence[Any]) -> list[Any] | None:
     """All that decides whether CuPy arrays are accepted, except their addresses; None for other arrays."""
     if len(set(map(type, sources))) != 1 or not _is_cupy(sources[0]):
         return None
-    return [(s.dtype, s.shape, s.strides, s.data.device_id) for s in sources]
+    return list(map(_cupy_form, sources))
 
 
 def cupy_pointers(sources: Sequence[Any]) -> list[int] | None:
