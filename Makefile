@@ -44,7 +44,7 @@ ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_ar
     kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
     gpu-check-small host-time bench gpu-check clean
 
-ci:  ## what must pass before anything lands, in about ten minutes; a table at the end
+ci:  ## what must pass before anything lands, in 25 minutes on two cores; a table at the end
 	.ci/run
 
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more

@@ -249,7 +249,8 @@ class Faulty:
         if gather is not None and not gather.is_done and (waits is not self.hub or waits._is_gathering):
             return gather.awaited == [late]
         with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
-            return bool(all_reduce and all_reduce.awaited and all_reduce.awaited[0] == late)
+            awaited = all_reduce.awaited if all_reduce else None
+            return awaited is not None and awaited[0] == late
         return False
 
     def close(self):

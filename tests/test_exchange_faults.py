@@ -197,9 +197,12 @@ class Trickle(Slices):
         pump, link = self.exchange._pump, self.exchange._link
         if link.bell.has_ended:
             return True
-        (connection,) = [theirs for peer, (theirs, *_) in link._connections.items() if peer in {0, 3}]
         unread = bytearray(4)
-        fcntl.ioctl(connection.socket, termios.FIONREAD, unread)
+        try:
+            (connection,) = [theirs for peer, (theirs, *_) in link._connections.items() if peer in {0, 3}]
+            fcntl.ioctl(connection.socket, termios.FIONREAD, unread)
+        except (OSError, ValueError):  # the rank is closing, and will have closed when this is asked again
+            return False
         return not any(unread) and pump is not None and pump._moved_bytes == link.moved_bytes
 
 

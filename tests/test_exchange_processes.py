@@ -128,7 +128,7 @@ def test_stopped_worker_is_named_after_the_deadline():
 
 def waits_for(exchange, rank):
     """Whether a rank waits for that one, or for the server, whose number is the world size."""
-    with contextlib.suppress(RuntimeError):  # another thread goes on with it at this moment
+    with contextlib.suppress(RuntimeError, AttributeError):  # another thread goes on with it at this moment
         awaited = exchange._all_reduce.awaited
         return awaited is not None and awaited[0] == rank
     return False
