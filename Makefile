@@ -28,11 +28,10 @@ UNREAD = bench_* plan* gpu_check* demo* cli interrupts ci simulation
 UNPINNED ?=
 VERSION_OF = $(shell $(1) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 CONSTRAINTS = $(if $(UNPINNED),,$(abspath $(wildcard tests/constraints/$(1)-$(call VERSION_OF,$(2)).txt)))
-HELD = $(if $(1),PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1),$(if $(UNPINNED),,$(info \
-    tests/constraints has no versions for this Python: the newest are installed)))
-# Not compiled: of torch's and JAX's files tests import a few, and the rest takes 50 s of CPU.
-INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
-PIP_INSTALL = $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(BIN)/python $(INSTALL)
+HELD = "$(or $(1),$(if $(UNPINNED),,$(info tests/constraints has no versions for this Python: the newest are installed)))"
+# By uv where PyPI has it for this machine, else by pip: INSTALL python "constraints" what.
+INSTALL = .ci/install $(abspath $(VENV)-uv)
+MAIN_INSTALL = $(INSTALL) $(BIN)/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))
 
 # CuPy for CUDA 12, and for 13: one environment cannot have both.
 PROCESSES ?= 2
@@ -81,7 +80,7 @@ test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written 
 	$(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
-	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
+	$(foreach name,PIP_CONSTRAINT PIP_BUILD_CONSTRAINT,$(name)=$(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
 	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) $(VERSIONED) $(ARGS) $(TESTS)
@@ -121,7 +120,7 @@ gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; A
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-fuzz $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-fuzz $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -130,50 +129,50 @@ $(VENV)/python:
 	@touch $@
 
 $(VENV)/cli: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[cli,plot]'
+	$(MAIN_INSTALL) --editable '.[cli,plot]'
 	@touch $@
 
 $(VENV)/test: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[test]'
+	$(MAIN_INSTALL) --editable '.[test]'
 	@touch $@ $(VENV)/cli
 
 $(VENV)/interop: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[interop]'
+	$(MAIN_INSTALL) --editable '.[interop]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/compile: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[compile]'
+	$(MAIN_INSTALL) --editable '.[compile]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/package: $(VENV)/python pyproject.toml
-	$(PIP_INSTALL) --editable '.[package]'
+	$(MAIN_INSTALL) --editable '.[package]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/all: $(VENV)/python pyproject.toml $(wildcard tests/constraints/main-*)
-	$(PIP_INSTALL) --editable '.[interop,compile,package]'
+	$(MAIN_INSTALL) --editable '.[interop,compile,package]'
 	@touch $@ $(addprefix $(VENV)/,package compile interop test cli)
 
 $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py $(wildcard tests/constraints/lowest-*)
 	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest
-	$(call HELD,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) $(VENV)-lowest/bin/python $(INSTALL) --no-deps --editable .
+	$(INSTALL) $(VENV)-lowest/bin/python $(call HELD,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) --no-deps --editable .
 	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot test interop \
 	    $(addprefix --beside=,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) > $(VENV)-lowest/bounds.txt
-	$(call HELD,$(abspath $(VENV)-lowest/bounds.txt)) $(VENV)-lowest/bin/python $(INSTALL) --editable '.[test]' jax
+	$(INSTALL) $(VENV)-lowest/bin/python $(VENV)-lowest/bounds.txt --editable '.[test]' jax
 	@touch $@
 
 $(VENV)-newest/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
-	$(VENV)-newest/bin/python $(INSTALL) --editable '.[test]' jax
+	$(INSTALL) $(VENV)-newest/bin/python "" --editable '.[test]' jax
 	@touch $@
 
 $(VENV)-mpich/installed $(VENV)-openmpi/installed: $(VENV)-%/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-$*
-	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-$*/bin/python $(INSTALL) --editable '.[test-$*]'
+	$(INSTALL) $(VENV)-$*/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[test-$*]'
 	@touch $@
 
 $(VENV)-fuzz/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-fuzz
-	$(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) $(VENV)-fuzz/bin/python $(INSTALL) --editable '.[fuzz]'
+	$(INSTALL) $(VENV)-fuzz/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[fuzz]'
 	@touch $@
 
 NODE_MSGPACK := @msgpack/msgpack@3.1.3
@@ -185,7 +184,7 @@ out/node/installed: Makefile
 
 $(VENV)-cuda%/installed: pyproject.toml $(wildcard tests/constraints/cuda*)
 	$(PYTHON) -m venv --clear $(VENV)-cuda$*
-	$(call HELD,$(call CONSTRAINTS,cuda$*,$(PYTHON))) $(VENV)-cuda$*/bin/python $(INSTALL) --editable '.[real-cupy$*]'
+	$(INSTALL) $(VENV)-cuda$*/bin/python $(call HELD,$(call CONSTRAINTS,cuda$*,$(PYTHON))) --editable '.[real-cupy$*]'
 	@touch $@
 
 $(VENV)-cuda%/real_cupy/built: $(VENV)-cuda%/installed tests/real_cupy/build.py $(wildcard tests/real_cupy/driver/*)
@@ -202,5 +201,5 @@ update:  ## tests/constraints anew, of the newest versions: in a commit of its o
 	$(MAKE) VENV=out/update UNPINNED=1 out/update/all $(foreach name,$(UPDATED:main=),out/update-$(name)/installed)
 	ln -sfn update out/update-main
 	for name in $(UPDATED); do python=out/update-$$name/bin/python; \
-	    $$python $(INSTALL) 'hatchling>=1.24' editables && $$python $(FROZEN) \
+	    $(INSTALL) $$python "" 'hatchling>=1.24' editables && $$python $(FROZEN) \
 	    > tests/constraints/$$name-$$($$python -c 'import sys; print("python%d.%d" % sys.version_info[:2])').txt || exit; done

@@ -47,6 +47,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze what a file's tests leave, at its last test: no later collection looks at it again."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """No name of 134 MB: a long text or message is named by its length."""
     return f"{argname}-of-{len(val)}" if isinstance(val, str | bytes) and len(val) > 100 else None
