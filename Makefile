@@ -15,13 +15,10 @@ LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
-# Of the tests those of our side of NumPy, msgpack, JAX and the command line; the kernels' own meet none of their versions.
-# REPEATED= runs also what meets them no differently from `make test`: programs, benchmarks, interrupts, more threads.
-REPEATED ?= or bench or plan or gpu_check or demo or test_cli or interrupts or test_ci or simulation or host-3
-VERSIONED = -k "not (emulat or mutation or compile or processes or examples or test_demo or streams $(REPEATED))" \
-    $(if $(REPEATED),$(UNREAD:%=--ignore-glob='*/test_%.py'))
-# Files whose every test REPEATED leaves out: they are not imported either.
-UNREAD = bench_* plan* gpu_check* demo* cli interrupts ci simulation
+# What meets NumPy, msgpack and JAX: `make test-lowest` and `make test-newest` run these files.
+VERSIONED = arrays_* layout* kernels kernels_decision accumulate clip elementwise bits checkpoint exchange_wire jax*
+VERSIONED_TESTS = $(or $(TESTS),$(wildcard $(VERSIONED:%=tests/test_%.py)) $(VERSIONED_ROOMS:%=gradengine/%))
+VERSIONED_ROOMS = arrays layout kernels accumulate jax
 
 # The versions that were tried together: tests/constraints/ has a file for each environment and version of Python.
 # `make update` renews them; UNPINNED=1 installs the newest.
@@ -33,17 +30,15 @@ HELD = "$(or $(1),$(if $(UNPINNED),,$(info tests/constraints has no versions for
 INSTALL = .ci/install $(abspath $(VENV)-uv)
 MAIN_INSTALL = $(INSTALL) $(BIN)/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))
 
-# CuPy for CUDA 12, and for 13: one environment cannot have both.
-PROCESSES ?= 2
-REAL_CUPY = $(VENV)-cuda12/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
-REAL_CUPY_13 = $(VENV)-cuda13/bin/python -m pytest -q -n $(PROCESSES) $(SELECT) $(ARGS) $(or $(TESTS),tests)
-# Shown in the one mode of `make real-cupy`: it makes 34,000 streams, whatever the order of their work.
-ONE_MODE := --deselect tests/test_real_cupy.py::TestMemory::test_streams_that_are_gone_leave_room
-.PHONY: ci matrix properties fuzz simulate update environments demo test test-interop test-mpi test-wire-js test-package test-lowest test-newest check compile-check \
-    kernel-table real-cupy real-cupy-lazy real-cupy-eager real-cupy-own-streams real-cupy-streams-per-thread \
-    gpu-check-small host-time bench gpu-check clean
+# CuPy for CUDA 12, and for 13: one environment cannot have both. ORDER is that of queued work, STREAM the current one.
+CUDA ?= 13
+ORDER ?= random
+STREAM ?= default
+.PHONY: ci matrix properties fuzz simulate mutants update environments demo test test-interop test-device test-mpi \
+    test-wire-js test-package test-lowest test-newest check compile-check kernel-table gpu-check-small host-time bench \
+    gpu-check clean
 
-ci:  ## what must pass before anything lands, in 25 minutes on two cores; a table at the end
+ci:  ## what must pass before anything lands, in ten minutes on two cores; a table at the end
 	.ci/run
 
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more
@@ -54,6 +49,9 @@ properties: $(VENV)/interop  ## every one with new random examples, 1,000 where 
 
 fuzz: $(VENV)-fuzz/installed  ## a million inputs for all that strangers and peers can send, on Linux; ARGS="--target link --keep"
 	PYTHONPATH=tests:. $(VENV)-fuzz/bin/python -m fuzz $(ARGS)
+
+mutants: $(VENV)/interop $(VENV)-cuda13/real_cupy/built  ## plant each fault of tests/mutants, and say which no test sees; ARGS="exchange --jobs 1"
+	PYTHONPATH=tests:. $(BIN)/python -m mutants $(ARGS)
 
 simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in two or three minutes; ARGS="--seed 123" replays one
 	PYTHONPATH=tests:. $(BIN)/python -m simulation $(ARGS)
@@ -83,10 +81,10 @@ test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at 
 	$(foreach name,PIP_CONSTRAINT PIP_BUILD_CONSTRAINT,$(name)=$(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
 
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
-	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) $(VERSIONED) $(ARGS) $(TESTS)
+	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(VERSIONED_TESTS)
 
 test-newest: $(VENV)-newest/installed  ## with the newest Python that is here and the newest of every dependency
-	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) $(VERSIONED) $(ARGS) $(TESTS)
+	$(VENV)-newest/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(VERSIONED_TESTS)
 
 compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SELECT= for every one; needs no GPU
 	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECT) $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)
@@ -94,18 +92,9 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SE
 kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memory, instructions
 	$(BIN)/python bench/kernel_table.py
 
-real-cupy: $(VENV)-cuda13/real_cupy/built  ## every GPU test on CuPy itself, work done in random order; needs g++, no GPU
-	REAL_CUPY_ORDER=random $(REAL_CUPY_13)
-
-# The same in every other order, on streams of a user's own, and with both CUDAs.
-real-cupy-lazy: $(VENV)-cuda12/real_cupy/built
-	$(REAL_CUPY) $(ONE_MODE)
-real-cupy-eager: $(VENV)-cuda13/real_cupy/built
-	REAL_CUPY_ORDER=eager $(REAL_CUPY_13) $(ONE_MODE)
-real-cupy-own-streams: $(VENV)-cuda12/real_cupy/built
-	REAL_CUPY_STREAM=own $(REAL_CUPY) $(ONE_MODE)
-real-cupy-streams-per-thread: $(VENV)-cuda13/real_cupy/built
-	CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 $(REAL_CUPY_13) $(ONE_MODE)
+test-device: $(VENV)-cuda$(CUDA)/real_cupy/built  ## the tests of a device, on CuPy itself without a GPU; needs g++; CUDA=12 ORDER=lazy, eager STREAM=own, per-thread
+	REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=$(if $(filter per-thread,$(STREAM)),1,0) \
+	    $(VENV)-cuda$(CUDA)/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU
 	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small

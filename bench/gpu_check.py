@@ -14,6 +14,7 @@ by name cannot run.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,16 +36,6 @@ RESULTS = ROOT / "bench/results"
 PASSED, FAILED, TIMED_OUT, ABSENT, STOPPED = "passed", "failed", "timed out", "absent", "stopped"
 PARTS = FIGURES, PROOFS, FURTHER = "figures", "proofs", "further"
 GB = 1 << 30
-
-# The files of tests/ that have a GPU under test: collecting all takes each process 12 seconds, and packages that a
-# machine with a GPU need not have.
-TESTED = """
-    accumulate accumulate_block accumulate_destinations accumulate_gpu accumulate_gradients accumulate_intake
-    accumulate_state accumulate_weighing arrays_device arrays_frameworks bits capture checkpoint clip elementwise
-    engine examples interop_gpu kernels kernels_addresses kernels_device kernels_events kernels_launch
-    kernels_mutations kernels_status kernels_streams layout_shards loss_scaling micro_batch reduction_device_sums
-    reduction_reducer reduction_tensor_parallel_group result settings stand_in streams trainer
-""".split()  # noqa: SIM905  (one a line would be a page)
 
 
 @dataclass(frozen=True)
@@ -140,11 +131,21 @@ def stage_of_tests(found: Preflight, *, small: bool = False) -> Stage:
     """All that has a GPU under test; in as many processes as there is memory for, where pytest-xdist is there."""
     processes = min(8, os.cpu_count() or 1, found.gpu_memory // (4 * GB))
     several = ("-n", str(processes)) if processes > 1 and not found.lacks(["xdist"]) else ()
-    files = [f"tests/test_{name}.py" for name in (("interop_gpu", "examples", "clip") if small else TESTED)]
+    files = [f"tests/test_{name}.py" for name in ("interop", "examples", "clip")] if small else device_tests()
     chosen_tests = ("-k", "cupy or runs_on_a_gpu", "--junitxml", "{folder}/tests.xml")
     command = python("-m", "pytest", *files, "-q", *chosen_tests, *several)
     needs = ("pytest", "hypothesis", "ml_dtypes")
     return Stage("tests", "all tests of the GPU", command, 300, PROOFS, needs, keeps="tests", lines=15)
+
+
+def device_tests() -> list[str]:
+    """The files with a test of a device, found by its fixtures' names.
+
+    Collecting the others takes half a minute, and packages that a machine with a GPU need not have.
+    """
+    takes_a_device = re.compile(r"def test_\w+\([^)]*\b(backend|device)\b|test_it_runs_on_a_gpu|torch-cupy")
+    found = (path for path in sorted(ROOT.glob("tests/test_*.py")) if takes_a_device.search(path.read_text()))
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def run_stage(stage: Stage, folder: Path, found: Preflight) -> Outcome:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import cuda_emulator
 import numpy as np
 import pytest
 from elsewhere import Elsewhere
@@ -100,36 +99,27 @@ def device_backend(kernels: CudaKernels) -> Backend:
     return Backend(kernels, put, get, chunk_for(0))
 
 
-def emulated_backend() -> Backend:
-    """The CUDA kernels on the CPU: each access checked, nothing done before somebody waits for it."""
-    return device_backend(CudaKernels(cuda_emulator))
-
-
 def cupy_backend(ordinal: int) -> Backend:
     return device_backend(CudaKernels(load_cupy(ordinal), ordinal))
 
 
 # Made when a test first asks for one: the kernels are compiled then.
 BACKENDS = {
-    "host-1": functools.cache(lambda: host_backend(1)),
+    "host": functools.cache(lambda: host_backend(1)),
     "host-3": functools.cache(lambda: host_backend(3)),
-    "emulated": functools.cache(emulated_backend),
     "cupy": functools.cache(lambda: cupy_backend(0)),
     "cupy-other": functools.cache(lambda: cupy_backend(1)),  # while cuda:0 is the current device
 }
-DEVICE_BACKENDS = ("emulated", "cupy", "cupy-other")
+DEVICE_BACKENDS = ("cupy", "cupy-other")
 IS_EMULATED_CUPY = "real_cupy.importing" in sys.modules  # see tests/real_cupy
-RECORDED = ("emulated", "cupy") if IS_EMULATED_CUPY else ("emulated",)
 
-# A test of what the stand-in knows better than CuPy: which memory of the pool is whose, and how much of it is left.
-on_the_stand_in = pytest.mark.parametrize("emulated", ["emulated"], indirect=True)
+# For a test whose answer may depend on how many threads the host's kernels split their work among.
+on_threads_too = pytest.mark.parametrize("backend", ["host", "host-3", *DEVICE_BACKENDS], indirect=True)
 
 
 @functools.cache
 def missing(name: str) -> str | None:
     """What a backend needs and this machine lacks, or None."""
-    if name == "emulated":
-        return None if cuda_emulator.compiler() else "g++ is not installed"
     if name == "cupy":
         return _missing_gpus(1)
     if name == "cupy-other":
@@ -148,7 +138,7 @@ def _missing_gpus(wanted: int) -> str | None:
 
 
 def runnable(names: Iterable[str]) -> list[str]:
-    """The backends that tests run on here: one that is missing is named by one skipped test, not by each of them."""
+    """The backends that tests run on here."""
     return [name for name in names if missing(name) is None or _is_required(name)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import cuda_emulator
 import pytest
-from backends import BACKENDS, DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, RECORDED, Backend, available, runnable
+from backends import DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, Backend, available, runnable
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from slow import is_slow
@@ -38,7 +38,7 @@ collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile
 collect_ignore += [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
 # Programs, read for their doctests.
 collect_ignore += [] if importlib.util.find_spec("torch") else ["ddp_process.py", "trainers_process.py"]
-collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make real-cupy` alone
+collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make test-device` alone
 
 
 def pytest_collection_finish() -> None:
@@ -62,23 +62,37 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname}-of-{len(val)}" if isinstance(val, str | bytes) and len(val) > 100 else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of a device where there is none: a GPU and `make test-device` run them."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+    left_out = [item for item in items if not _has_its_device(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _has_its_device(item)]
+
+
+def _has_its_device(item: pytest.Item) -> bool:
+    names = set(getattr(item, "fixturenames", ()))
+    values = getattr(item, "callspec", None)
+    if "emulated" in names and not IS_EMULATED_CUPY:
+        return False
+    if "device" in names and not runnable(DEVICE_BACKENDS):
+        return False
+    backend = values.params.get("backend", "host") if values else "host"
+    return backend not in DEVICE_BACKENDS or bool(runnable([backend]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long and repeats what others show: see tests/slow.py")
     if IS_EMULATED_CUPY:
         config.pluginmanager.register(importlib.import_module("real_cupy.plugin"))
-    config.addinivalue_line(
-        "markers", "not_on_real_cupy(needs): a GPU test that tests/real_cupy cannot run, for want of that"
-    )
 
 
-@pytest.fixture(scope="session", params=runnable(BACKENDS))
+@pytest.fixture(scope="session", params=runnable(["host", *DEVICE_BACKENDS]))
 def backend(request: pytest.FixtureRequest) -> Backend:
+    """The host and each device that is here: for a test whose answer the backend can change."""
     return available(request.param)
 
 
@@ -88,9 +102,9 @@ def device(request: pytest.FixtureRequest) -> Backend:
     return available(request.param)
 
 
-@pytest.fixture(scope="session", params=RECORDED)
+@pytest.fixture(scope="session", params=["cupy"])
 def emulated(request: pytest.FixtureRequest) -> Backend:
-    """A device whose kernels are emulated, and all that it is asked for recorded: CuPy's stand-in, or CuPy itself."""
+    """CuPy over the driver of `tests/real_cupy`, which records all that it is asked for."""
     return available(request.param)
 
 
@@ -112,12 +126,9 @@ def kernels(backend: Backend) -> Kernels:
 @pytest.fixture(autouse=True)
 def _order_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test has its own order of emulated threads and blocks, the same in each run; its faults are its own."""
-    order = ORDERS[zlib.crc32(request.node.nodeid.encode()) % len(ORDERS)]
+    order = ORDERS[zlib.crc32(request.node.nodeid.encode()) % len(ORDERS)] if IS_EMULATED_CUPY else {}
     with cuda_emulator.options(**order):
         yield
-        if {"backend", "device", "emulated"} & set(request.fixturenames):
-            cuda_emulator.cuda.runtime.deviceSynchronize()
-            cuda_emulator.queues.forget_captures()  # and a mode that a tracer's interrupt left
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """One rank of torch's DistributedDataParallel over gloo, beside an engine: it prints what was found.
 
-`buckets`: how many micro-batches were taken and how many buckets there were, for each way to clear gradients that are
-views of DDP's buckets. `sum`: how far the engine's gradient is from DDP's, for each window whose losses are divided.
+How far the engine's gradient is from DDP's, for each window whose losses are divided; DDP's gradients, which are views
+of its buckets, are taken by an engine too, whatever way they are cleared.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from torch.nn.parallel import DistributedDataParallel
 from gradengine import GradientEngine, connect
 from gradengine.torch import give_gradients, gradients_of, layout_of
 
-BUCKET_MB = {"one": 25.0, "one for each parameter": 1e-6}
 K = 3  # micro-batches of a window, by which each loss is divided
 WINDOWS = (3, 3, 2)  # the last one is short
 
 
-def buckets(_rank, _folder):
-    for size, order, set_to_none in itertools.product(
-        BUCKET_MB, (torch.contiguous_format, torch.channels_last), (True, False)
+def take_views_of_buckets():
+    """A bucket of one parameter is changed once, by DDP's copy of a gradient that was cleared."""
+    for bucket_mb, order, set_to_none in itertools.product(
+        (25.0, 1e-6), (torch.contiguous_format, torch.channels_last), (True, False)
     ):
         module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 2))
         module = module.to(memory_format=order)
-        parallel = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB[size])
+        parallel = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         engine = GradientEngine(layout_of(module))
-        for _ in range(5):  # the buckets are made anew after the first
+        for _ in range(4):  # the buckets are made anew after the first
             module.zero_grad(set_to_none=set_to_none)
             parallel(torch.randn(2, 3, 6, 6)).sum().backward()
             engine.add(gradients_of(module))
-        found = {parameter.grad.untyped_storage() for parameter in module.parameters()}
-        print(engine.accumulator.accumulated_count, len(found), flush=True)
+        buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+        assert len(buckets) == (4 if bucket_mb < 1 else 1)
 
 
-def sums(rank, folder):
+def print_sums(rank, folder):
     torch.manual_seed(0)
     theirs = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     ours = copy.deepcopy(theirs)
@@ -80,13 +80,14 @@ def apart(result, ours, theirs):
     return (found / largest).item()
 
 
-def main(what, rank, folder):
+def main(rank, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    {"buckets": buckets, "sum": sums}[what](rank, folder)
+    take_views_of_buckets()
+    print_sums(rank, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

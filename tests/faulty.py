@@ -12,15 +12,28 @@ import struct
 import threading
 
 import certificates
-from transports import JOINED_SECONDS, SOCKET_LINKS, SOON, socket_links, tcp_pair
+from transports import (
+    JOINED_SECONDS,
+    SMALL,
+    SOCKET_LINKS,
+    SOON,
+    Worker,
+    contributions,
+    outcomes,
+    rank_order_sum,
+    shared,
+    socket_links,
+    tcp_pair,
+)
 
+from gradengine.errors import HandshakeRefused
 from gradengine.exchange.hub import Hub
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink, set_options
 from gradengine.exchange.tls import Certificates
 
 HEAD = struct.Struct(">BBIBQBI")  # docs/wire.md: before a payload
-SERVED, TLS = "served", "TLS"
+SERVED, TLS, SHARED_MEMORY = "served", "TLS", "shared memory"
 KINDS = [*SOCKET_LINKS, SERVED]
 ONE_DESCRIPTOR = socket.CMSG_LEN(array.array("i").itemsize)
 
@@ -267,3 +280,55 @@ class Faulty:
 
     def __exit__(self, *_):
         self.close()
+
+
+# ---- steps over such groups ----
+
+PARTS = contributions(SMALL, 3)
+SUMS = {world_size: rank_order_sum(PARTS[:world_size]).tobytes() for world_size in (2, 3)}
+
+
+def new_workers(kind, world_size=3):
+    parts = [shared(part) if kind == SHARED_MEMORY else part for part in PARTS[:world_size]]
+    return [Worker(None, SMALL, part) for part in parts]
+
+
+def whole_step(worker):
+    worker.sum()
+    worker.exchange.barrier()
+
+
+def run(workers, exchanges, work=whole_step):
+    """What each worker's step ends with."""
+    for worker, exchange in zip(workers, exchanges, strict=True):
+        worker.exchange = exchange
+    return outcomes(lambda worker: worker.bind() or work(worker), workers)
+
+
+def traffic_of(kind, world_size=3, work=whole_step):
+    """What goes to rank 1, and from it, until all of an undisturbed group have done this: bytes, and messages.
+
+    The messages are those before the last: whatever becomes of a gather's last one, all ranks miss it.
+    """
+    ways = Way(), Way()
+    with Faulty(kind, world_size, ways) as group:
+        assert not any(run(new_workers(kind, world_size), group.exchanges, work))
+        return [(way.carried, way.messages[:-1]) for way in ways]
+
+
+def run_again(workers, group, words="discard() the window on every rank"):
+    """How a step goes on in new groups, which `group` makes: "resumed"; or with all its windows anew, "discarded"."""
+    world_size = len(workers)
+    with group() as again:
+        found = run(workers, again.exchanges)
+    if found != [None] * world_size:
+        assert {*map(type, found)} == {HandshakeRefused}, found
+        assert len({*map(str, found)}) == 1, found
+        assert all(words in str(each) for each in found), found
+        for worker, part in zip(workers, PARTS, strict=False):
+            worker.progress.restart()
+            worker.arena[:] = part
+        with group() as anew:
+            assert run(workers, anew.exchanges) == [None] * world_size
+    assert all(worker.arena.tobytes() == SUMS[world_size] for worker in workers)
+    return "resumed" if found == [None] * world_size else "discarded"

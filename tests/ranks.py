@@ -8,11 +8,12 @@ from gradengine import connect, local_group
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.threads import thread_links
 
+OPTIONS = {"timeout": 60.0, "join_timeout": 60.0}
+
 
 def on_ranks(work, world_size, **options):
     """Run work(exchange) on a thread for each rank of a local group; its results or errors in rank order."""
-    options = {"timeout": 60.0, "join_timeout": 60.0, **options}
-    return _on_each(work, local_group(world_size, **options))
+    return _on_each(work, local_group(world_size, **OPTIONS | options))
 
 
 def may_hold_sums(engine):
@@ -25,8 +26,7 @@ def on_links(work, world_size, *, lost_after=None, **options):
     """The same over links between threads; that of rank 1 closes after so many transfers."""
     links = thread_links(world_size)
     links[1] = Failing(links[1], lost_after)
-    exchanges = [Exchange(link, **{"timeout": 60.0, "join_timeout": 60.0, **options}) for link in links]
-    return _on_each(work, exchanges)
+    return _on_each(work, [Exchange(link, **OPTIONS | options) for link in links])
 
 
 def on_grid(work, dp_size, tp_size, rows=None):
@@ -34,33 +34,16 @@ def on_grid(work, dp_size, tp_size, rows=None):
 
     Each worker's tensor-parallel group is a row: of threads, if none are given.
     """
-    options = {"timeout": 60.0, "join_timeout": 60.0}
-    columns = [local_group(dp_size, **options) for _ in range(tp_size)]
-    rows = rows or [local_group(tp_size, **options) for _ in range(dp_size)]
-    places = [(d, t) for d in range(dp_size) for t in range(tp_size)]
-    outcomes = dict.fromkeys(places)
-
-    def run(place):
-        d, t = place
-        try:
-            outcomes[place] = work(columns[t][d], rows[d][t])
-        except Exception as error:
-            outcomes[place] = error
-            columns[t][d].close()
-            rows[d][t].close()
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in places]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [[outcomes[d, t] for t in range(tp_size)] for d in range(dp_size)]
+    columns = [local_group(dp_size, **OPTIONS) for _ in range(tp_size)]
+    rows = rows or [local_group(tp_size, **OPTIONS) for _ in range(dp_size)]
+    found = _at_each(work, [(columns[t][d], rows[d][t]) for d in range(dp_size) for t in range(tp_size)])
+    return [found[d * tp_size :][:tp_size] for d in range(dp_size)]
 
 
 def on_tcp(work):
     """The same for two ranks over TCP."""
-    first = connect("tcp://127.0.0.1:0", 0, 2, timeout=60.0, join_timeout=60.0)
-    exchanges = [first, connect(first.url, 1, 2, timeout=60.0, join_timeout=60.0)]
+    first = connect("tcp://127.0.0.1:0", 0, 2, **OPTIONS)
+    exchanges = [first, connect(first.url, 1, 2, **OPTIONS)]
     outcomes = _on_each(work, exchanges)
     for exchange in reversed(exchanges):
         exchange.close()
@@ -68,16 +51,21 @@ def on_tcp(work):
 
 
 def _on_each(work, exchanges):
-    outcomes = [None] * len(exchanges)
+    return _at_each(work, [(exchange,) for exchange in exchanges])
 
-    def run(exchange):
+
+def _at_each(work, places):
+    outcomes = [None] * len(places)
+
+    def run(place, exchanges):
         try:
-            outcomes[exchange.rank] = work(exchange)
+            outcomes[place] = work(*exchanges)
         except Exception as error:
-            outcomes[exchange.rank] = error
-            exchange.close()
+            outcomes[place] = error
+            for exchange in exchanges:
+                exchange.close()
 
-    threads = [threading.Thread(target=run, args=(exchange,)) for exchange in exchanges]
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(places)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,6 @@
 """A pytest plugin: a test that is skipped for a reason that is not in this list makes the run fail.
 
-The list holds for each stage of CI. In `make real-cupy`, which runs the tests of a GPU, the lack of one is no reason.
+The list holds for each stage of CI. In `make test-device`, which runs the tests of a GPU, the lack of one is no reason.
 GRADENGINE_REQUIRE names what must be installed ("torch jax g++"): if it is missing nothing is run.
 """
 

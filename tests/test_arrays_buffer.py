@@ -16,18 +16,13 @@ from gradengine.arrays.streams import NamedStream
 from gradengine.errors import BufferRefused
 
 
-class TestParts:
-    def test_of_host_memory(self):
-        array = np.arange(5, dtype=np.float16)
-        part = host_buffer(array, "w").part(1, 4)
-        assert (part.pointer, part.size, part.nbytes, part.shape) == (array.ctypes.data + 2, 3, 6, (3,))
-        assert part.data.view(np.float16).tolist() == [1, 2, 3]
-
-    def test_of_a_gpus_memory(self):
-        whole = Buffer(4096, 8, "float32", (2, 4), False, "owner", "cuda:1", producer=NamedStream(7))
-        part = whole.part(2, 5)
-        assert (part.pointer, part.size, part.nbytes, part.data) == (4096 + 8, 3, 12, None)
-        assert (part.owner, part.device, part.producer, part.writable) == ("owner", "cuda:1", NamedStream(7), False)
+def test_a_part_is_of_the_same_memory():
+    whole = Buffer(4096, 8, "float32", (2, 4), False, "owner", "cuda:1", producer=NamedStream(7))
+    part = whole.part(2, 5)
+    assert (part.pointer, part.size, part.nbytes, part.shape) == (4096 + 8, 3, 12, (3,))
+    assert (part.owner, part.device, part.producer, part.writable) == ("owner", "cuda:1", NamedStream(7), False)
+    array = np.arange(5, dtype=np.float16)
+    assert host_buffer(array, "w").part(1, 4).data.view(np.float16).tolist() == [1, 2, 3]
 
 
 class TestOverlap:
@@ -54,75 +49,61 @@ class Deleted:
         return True
 
 
+class Odd:
+    @property
+    def closed(self):
+        raise ValueError("odd")
+
+
 def released():
     view = memoryview(bytearray(8))
     view.release()
     return view
 
 
-def closed():
-    memory = mmap.mmap(-1, 4096)
+def closed(memory):
     memory.close()
+    if hasattr(memory, "unlink"):
+        memory.unlink()
     return memory
 
 
-def dead():
-    return weakref.ref(np.zeros(2))
+def new_shared_memory():
+    return shared_memory.SharedMemory(create=True, size=64)
 
 
-def dead_proxy():
-    return weakref.proxy(Deleted())
+DELETED = Deleted()
+FREED = [
+    (lambda: weakref.ref(np.zeros(2)), "a weak reference to nothing"),
+    (lambda: weakref.proxy(Deleted()), "a weak reference to nothing"),
+    (lambda: weakref.ref(DELETED), "a Deleted that is deleted"),
+    (lambda: closed(new_shared_memory()), "a SharedMemory that is closed"),
+    (lambda: closed(mmap.mmap(-1, 4096)), "a mmap that is closed"),
+    (released, "a memoryview that is released"),
+    (Deleted, "a Deleted that is deleted"),
+    (Odd, r"a Odd that cannot say whether it is \(ValueError: odd\)"),
+]
 
 
-def closed_shared_memory():
-    memory = shared_memory.SharedMemory(create=True, size=64)
-    memory.close()
-    memory.unlink()
-    return memory
-
-
-FREED = {
-    "a weak reference to nothing": dead,
-    "a weak reference to nothing(?# by proxy)": dead_proxy,
-    "a SharedMemory that is closed": closed_shared_memory,
-    "a mmap that is closed": closed,
-    "a memoryview that is released": released,
-    "a Deleted that is deleted": Deleted,
-}
-
-
-class TestFreedOwners:
-    @pytest.mark.parametrize("how", list(FREED))
-    def test_are_refused_by_name(self, how):
-        raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=FREED[how]())
+class TestOwners:
+    @pytest.mark.parametrize(("owner", "how"), FREED)
+    def test_that_are_gone_are_refused_by_name(self, owner, how):
+        raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=owner())
         with pytest.raises(BufferRefused, match=f"component 'w' is in memory that its owner has freed: got {how}"):
             host_buffer(raw, "w")
-
-    def test_a_weak_reference_is_asked_through(self):
-        owner = Deleted()
-        assert freed(weakref.ref(owner)) == "a Deleted that is deleted"
-
-    def test_shared_memory_that_is_open(self):
-        memory = shared_memory.SharedMemory(create=True, size=64)
-        try:
-            assert freed(memory) is None
-        finally:
-            memory.close()
-            memory.unlink()
-
-    def test_one_that_cannot_say(self):
-        class Odd:
-            @property
-            def closed(self):
-                raise ValueError("odd")
-
-        assert freed(Odd()) == "a Odd that cannot say whether it is (ValueError: odd)"
 
     @pytest.mark.parametrize(
         "owner", [None, np.zeros(2), SimpleNamespace(buf=None), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3]
     )
     def test_others_are_alive(self, owner):
         assert freed(owner) is None
+
+    def test_shared_memory_that_is_open_is_alive(self):
+        memory = new_shared_memory()
+        try:
+            assert freed(memory) is None
+        finally:
+            closed(memory)
 
     def test_one_that_goes_is_noticed_the_next_time(self):
         array = np.ones(2, np.float32)

@@ -1,6 +1,5 @@
 """One table of dtypes: rows agree with those whose numbers they hold; one more dtype needs one row more here."""
 
-import functools
 import re
 
 import ml_dtypes
@@ -66,36 +65,33 @@ class TinygradTensor:
         return self._array.copy()
 
 
-TINYGRAD = [
-    ("dtypes.float", "float", "float32"),
-    ("dtypes.float32", "f32", "float32"),
-    ("dtypes.half", "half", "float16"),
-    ("dtypes.bfloat16", "__bf16", "bfloat16"),
-]
-
-
 class TestTinygrad:
-    @pytest.mark.parametrize(("text", "name", "ours"), TINYGRAD)
-    def test_a_layout_is_made_of_its_tensors(self, text, name, ours):
+    @pytest.mark.parametrize(
+        ("text", "name", "ours"),
+        [
+            ("dtypes.float", "float", "float32"),
+            ("dtypes.float32", "f32", "float32"),
+            ("dtypes.half", "half", "float16"),
+            ("dtypes.bfloat16", "__bf16", "bfloat16"),
+            ("dtypes.double", "of C", None),
+            ("dtypes.int", "of C", None),
+        ],
+    )
+    def test_its_dtypes_go_by_their_names_in_python(self, text, name, ours):
         dtype = TinygradDType(text, name)
         assert supported_name(dtype) == ours
         tensor = TinygradTensor(np.ones((2, 3), np.float32), dtype)
-        assert GradientLayout.of({"w": tensor}) == GradientLayout.of({"w": (2, 3)})
-
-    @pytest.mark.parametrize(("text", "name"), [("dtypes.double", "float64"), ("dtypes.int", "int")])
-    def test_other_dtypes_are_refused_by_name(self, text, name):
-        tensor = TinygradTensor(np.ones(2), TinygradDType(text, "of C"))
-        with pytest.raises(BufferRefused, match=f"unsupported dtype: got {name}, expected"):
-            GradientLayout.of({"w": tensor})
+        if ours is None:
+            with pytest.raises(BufferRefused, match=r"got (float64|int)"):
+                GradientLayout.of({"w": tensor})
+        else:
+            assert GradientLayout.of({"w": tensor}) == GradientLayout.of({"w": (2, 3)})
 
     def test_its_tensors_are_refused_with_the_way_to_pass_them(self):
         tensor = TinygradTensor(np.ones((2, 3), np.float32), TinygradDType("dtypes.float", "float"))
-        message = r"'w' is not an array: got TinygradTensor, .*; pass what its \.numpy\(\) returns; writes to that"
         engine = GradientEngine(GradientLayout.of({"w": tensor}))
-        with pytest.raises(BufferRefused, match=message):
+        with pytest.raises(BufferRefused, match=r"'w' is not an array: got TinygradTensor, .*\.numpy\(\)"):
             engine.add({"w": tensor})
-        engine.add({"w": tensor.numpy()})
-        assert engine.step().gradients["w"].sum() == 6
 
     def test_pythons_float_is_no_float32(self):
         assert [dtypes.dtype_name(dtype) for dtype in (float, "float")] == ["float", "float"]
@@ -112,34 +108,25 @@ def test_an_address_holds_sixteen_dtypes_apart_from_the_pointer_and_the_overwrit
 
 @pytest.mark.usefixtures("with_float8")
 class TestOneRowMore:
-    def test_is_taken_from_numpy_as_its_bits(self):
+    def test_is_taken_by_every_way_as_its_bits(self):
+        bits = ARRAY.view(np.uint8).tolist()
         view = host.host_buffer(ARRAY, "w")
         assert (view.dtype, view.nbytes, view.data.dtype) == ("float8_e4m3fn", 3, np.uint8)
-        assert view.part(1, 3).data.tolist() == ARRAY.view(np.uint8)[1:].tolist()
-
-    def test_is_taken_by_address(self):
+        assert view.part(1, 3).data.tolist() == bits[1:]
         raw = RawBuffer(ARRAY.ctypes.data, 3, ml_dtypes.float8_e4m3fn, owner=ARRAY)
-        assert host.host_buffer(raw, "w").data.tolist() == ARRAY.view(np.uint8).tolist()
+        assert host.host_buffer(raw, "w").data.tolist() == bits
+        assert by_dlpack_code(10, 8) == "float8_e4m3fn"
+        assert GradientLayout.of([ARRAY]).slots[0].size == 3
+        with pytest.raises(BufferRefused, match="float16, bfloat16 or float8_e4m3fn"):
+            host.host_buffer(np.zeros(2), "w")
 
     def test_is_taken_from_torch(self):
         torch = pytest.importorskip("torch")
         tensor = torch.tensor([1.5, -2, 448]).to(torch.float8_e4m3fn)
         assert host.host_buffer(tensor, "w").data.tolist() == ARRAY.view(np.uint8).tolist()
 
-    def test_is_taken_from_dlpack(self):
-        assert by_dlpack_code(10, 8) == "float8_e4m3fn"
-
-    def test_may_be_a_parameters(self):
-        assert GradientLayout.of([ARRAY]).slots[0].size == 3
-
-    def test_is_among_those_that_errors_name(self):
-        with pytest.raises(BufferRefused, match="expected float32, float16, bfloat16 or float8_e4m3fn;"):
-            host.host_buffer(np.zeros(2), "w")
-
 
 def test_without_the_row_it_is_refused():
     """So it is the row that makes it one of ours."""
-    refused = functools.partial(host.host_buffer, ARRAY, "w")
-    with pytest.raises(BufferRefused, match="got float8_e4m3fn, expected float32, float16 or bfloat16;"):
-        refused()
-    assert "float8_e4m3fn" not in dtypes.DTYPES
+    with pytest.raises(BufferRefused, match="got float8_e4m3fn"):
+        host.host_buffer(ARRAY, "w")

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from gradengine import BlockGradientSet, GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
+from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.arrays.known import KnownArrays, destination_reader_of, numpy_form, read_each, reader_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
@@ -69,26 +69,12 @@ class TestKnown:
 
 
 class TestUse:
-    def test_values_are_read_anew_at_each_add(self):
-        engine, given = GradientEngine(LAYOUT), arrays()
-        for value in (1, 2, 3):
-            for array in given:
-                array[...] = value
-            engine.add(given)
-        assert [float(array.flat[0]) for array in engine.step(deferred=True).sums.values()] == [6, 6]
-
     def test_memory_that_an_array_was_given_since_is_what_is_read(self):
         engine, given = GradientEngine(LAYOUT), arrays(7.0)
         engine.add(given)
         given[0].__setstate__((1, (4, 6), np.dtype(np.float32), False, np.full(24, 5, np.float32).tobytes()))
         engine.add(given)
         assert [float(array.flat[0]) for array in engine.step(deferred=True).sums.values()] == [12, 14]
-
-    def test_new_arrays_of_the_same_form_are_read_as_they_lie(self):
-        engine = GradientEngine(LAYOUT)
-        for value in (1, 2, 3):
-            engine.add(arrays(value), weight=value)
-        assert [float(array.flat[0]) for array in engine.step(deferred=True).sums.values()] == [14, 14]
 
     def test_a_view_of_the_arena_is_refused_though_its_form_is_known(self):
         engine, given = GradientEngine(LAYOUT), arrays()
@@ -101,20 +87,13 @@ class TestUse:
                 engine.add(views)
 
     @pytest.mark.parametrize("hold", [1, 2])
-    def test_an_array_with_gaps_is_refused_though_one_of_its_shape_was_taken(self, hold):
+    def test_an_array_with_gaps_or_of_another_shape_is_refused_though_one_of_its_shape_was_taken(self, hold):
         engine, given = GradientEngine(LAYOUT, hold=hold), arrays()
         for _ in range(2):
             engine.add(arrays())
-        for with_gaps in (np.ones((6, 4), np.float32).T, np.ones((4, 12), np.float32)[:, ::2]):
-            with pytest.raises(BufferRefused, match="not contiguous"):
-                engine.add([with_gaps, given[1]])
-
-    def test_an_array_that_has_another_shape_now_is_refused(self):
-        engine, given = GradientEngine(LAYOUT), arrays()
-        engine.add(given)
-        given[0] = given[0].reshape(6, 4)
-        with pytest.raises(LayoutMismatch, match="has another shape"):
-            engine.add(given)
+        for other in (np.ones((6, 4), np.float32).T, np.ones((4, 12), np.float32)[:, ::2], given[0].reshape(6, 4)):
+            with pytest.raises((BufferRefused, LayoutMismatch), match=r"not contiguous|another shape"):
+                engine.add([other, given[1]])
 
     def test_a_known_array_that_became_read_only_is_not_clipped(self):
         given = arrays()
@@ -139,10 +118,3 @@ class TestUse:
             clip_by_global_norm(given, 1.0)
         with pytest.raises(CallerError, match="a gradient's name is not a str: got 0"):
             clip_by_global_norm(dict(enumerate(given)), 1.0)
-
-    def test_a_block_takes_part_of_known_arrays(self):
-        layout = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
-        block, given = BlockGradientSet(layout.blocks[0]), [np.ones(3, np.float32)]
-        for _ in range(2):
-            block.accumulate(given)
-        assert block.components["w"].tolist() == [2, 2, 2]

@@ -1,7 +1,6 @@
-"""The GPU's benchmarks, every case at a tiny size: the emulator stands for CuPy, and torch works on the CPU."""
+"""The GPU's benchmarks, every case at a tiny size, on CuPy over the stand-in driver; torch is a few lines of NumPy."""
 
 import ctypes
-import functools
 import importlib.util
 import itertools
 import json
@@ -10,12 +9,15 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import cuda_emulator
 import gpu_once
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -32,80 +34,69 @@ from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
 from gradengine.bench.command import bench
 from gradengine.bench.device import Case, Gpu
 from gradengine.bench.harness import COUNTED, counts_of, profiled
-from gradengine.bench.step import Lent, calls, half_absent, limited, step_calls
+from gradengine.bench.step import Lent, calls, limited, step_calls
 from gradengine.bench.table import table_of
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, DeviceUnavailable
-from gradengine.kernels import CudaKernels
 
-pytestmark = pytest.mark.skipif(cuda_emulator.compiler() is None, reason="g++ is not installed")
 ROOT = Path(__file__).parent.parent
-TORCH = importlib.util.find_spec("torch") is not None
-torch = pytest.importorskip("torch") if TORCH else None
-
 BLOCK = 8 * 8 + 2 * 8 * 2 + 8 * 8 + 3 * 8 * 32 + 2 * 8  # elements of a block of hidden size 8
 SET = 4 * (BLOCK + 256 * 8 + 8)  # with LM head and final norm, in fp32
 COPY_BYTES = 2 * 4 * 4096
 
 
 def on_host(array):
-    """The emulator's memory, which is the host's, as NumPy has it."""
+    """The stand-in's device memory, which is the host's, as NumPy has it."""
     memory = (ctypes.c_char * array.nbytes).from_address(array.data.ptr)
     memory.owner = array  # kept as long as what looks into it
     return np.frombuffer(memory, array.dtype).reshape(array.shape)
 
 
 def as_tensor(array):
-    """The same for torch."""
-    seen = on_host(array)
-    return (
-        torch.from_numpy(seen)
-        if seen.dtype == np.float32
-        else torch.from_numpy(seen.view(np.int16)).view(torch.bfloat16)
-    )
+    return on_host(array) if array.dtype == np.float32 else on_host(array).view(ml_dtypes.bfloat16)
 
 
-@functools.cache
-def kernels():
-    return CudaKernels(cuda_emulator)
+def total_norm(tensors, **_):
+    return np.sqrt(sum(np.sum(tensor.astype(np.float64) ** 2) for tensor in tensors))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _events_and_counts():
-    """The emulator's, in place of the driver's and of torch's profiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_emulator.cuda, "get_elapsed_time", lambda start, stop: 0.25, raising=False)
-        patch.setattr(harness, "profiled", lambda gpu: count_by_emulator)
-        yield
+def each(work):
+    return lambda tensors, *others: [work(*given) for given in zip(tensors, *others, strict=True)]
 
 
-@pytest.fixture(autouse=True)
-def _fast():
-    """Work is done at once, because torch and NumPy look into the same memory; nothing is checked but the results."""
-    with cuda_emulator.options(check=False, asynchronous=False):
-        yield
+def multiply(tensors, factor):
+    for tensor in tensors:
+        tensor[...] = tensor.astype(np.float32) * np.float32(factor)
 
 
-def device(**changes):
-    """The emulator, at small sizes, with what is asked of torch on a GPU done on the CPU."""
-    facts = {
-        "torch_device": "cpu",
-        "torch_tensor": Lent,  # torch has no GPU here, and ours takes no tensor that lies elsewhere
-        "by_hand": on_host,
-        "recorded": lambda work: work,
-        "compiled": functools.partial(torch.compile, backend="eager", fullgraph=True, dynamic=False) if TORCH else None,
-        "scratch": 4096,
-        "copied": 4096,
-        "clock": ticking(),
-        "warm_up": 0,
-    }
-    made = Gpu(xp=cuda_emulator, kernels=kernels(), torch_module=torch)
-    for name, value in {**facts, **changes}.items():
-        setattr(made, name, value)
-    if made.torch_module is not None:
-        made.tensor = as_tensor
-    return made
+def assign(target, values):
+    target[...] = values
+
+
+def clip_grad_norm(parameters, max_norm, *, error_if_nonfinite, foreach):
+    gradients = [parameter.grad for parameter in parameters]
+    multiply(gradients, min(1, max_norm / total_norm(gradients)))
+
+
+TORCH = SimpleNamespace(  # tensors are NumPy's arrays
+    float32=np.float32,
+    bfloat16=ml_dtypes.bfloat16,
+    full=lambda shape, value, dtype, device: np.full(shape, value, dtype),
+    zeros=lambda shape, **_: SimpleNamespace(expand=lambda shape: None),
+    _foreach_zero_=each(lambda tensor: tensor.fill(0)),
+    _foreach_add_=each(lambda total, other: assign(total, total + other.astype(np.float32))),
+    _foreach_mul_=multiply,
+    _foreach_copy_=each(assign),
+    _foreach_norm=each(np.linalg.norm),
+    stack=np.array,
+    linalg=SimpleNamespace(vector_norm=np.linalg.norm),
+    clamp=lambda value, **bound: np.minimum(value, bound["max"]),
+    nn=SimpleNamespace(
+        Parameter=lambda weight: SimpleNamespace(),
+        utils=SimpleNamespace(get_total_norm=total_norm, clip_grad_norm_=clip_grad_norm),
+    ),
+)
 
 
 def ticking(step=0.001):
@@ -117,67 +108,88 @@ def counts(*found):
     return Counter(dict(zip(COUNTED, found, strict=True)))
 
 
-def count_by_emulator(work):
+def count_by_record(work):
     with cuda_emulator.recorded() as record:
         work()
     kernels = len(record.launches)
     return counts(kernels, len(record.copies), record.fills, kernels + record.graphs, len(record.waits))
 
 
-def benchmarks(**changes):
-    given = changes.pop("device", None) or device()
+@pytest.fixture(scope="module")
+def gpu(emulated):
+    """Makes the device at small sizes. Work is done at once, because NumPy looks into the same memory."""
+
+    def make(**changes):
+        facts = {
+            "torch_tensor": Lent,  # no torch that ours would know
+            "by_hand": on_host,
+            "recorded": lambda work: work,
+            "compiled": lambda function: function,
+            "scratch": 4096,
+            "copied": 4096,
+            "clock": ticking(),
+            "warm_up": 0,
+        }
+        made = Gpu(xp=emulated.kernels.xp, kernels=emulated.kernels, torch_module=TORCH)
+        for name, value in {"tensor": as_tensor, **facts, **changes}.items():
+            setattr(made, name, value)
+        if made.torch_module is None:
+            del made.tensor
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated.kernels.xp.cuda, "get_elapsed_time", lambda start, stop: 0.25)
+        patch.setattr(harness, "profiled", lambda gpu: count_by_record)
+        with cuda_emulator.options(check=False, asynchronous=False):
+            yield make
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with cuda_emulator.options(check=False, asynchronous=False):
+        yield
+
+
+def benchmarks(gpu, **changes):
     small = {"blocks": 1, "hidden": 8, "k": 2, "rounds": 2, "lora_hidden": 12, "tensors": (3, 5), "elements": 20}
-    return Benchmarks(given, Options(**{**small, **changes}))
+    return Benchmarks(gpu, Options(**{**small, **changes}))
 
 
-def ran(names, tmp_path=None, **changes):
-    """The reports as they are kept, and what failed."""
-    path = tmp_path / "run.json"
-    console = Console(width=200, file=StringIO(), record=True)
-    failed = run(benchmarks(**changes), names, path, lambda report: console.print(table_of(report)))
-    return (
-        {report["benchmark"]: report for report in json.loads(path.read_text())["reports"]},
-        failed,
-        console.export_text(),
-    )
+def ran(gpu, names, folder, **changes):
+    """The reports as they are kept, what failed, and what is shown."""
+    path, console = folder / "run.json", Console(width=200, file=StringIO(), record=True)
+    failed = run(benchmarks(gpu, **changes), names, path, lambda report: console.print(table_of(report)))
+    reports = json.loads(path.read_text())["reports"] if path.exists() else []
+    return {report["benchmark"]: report for report in reports}, failed, console.export_text()
 
 
 def rows_of(report):
     return {row["variant"]: row for row in report["rows"]}
 
 
-EVERYTHING = list(NAMES)
-
-
-@pytest.fixture(scope="module")
-def fp32(tmp_path_factory):
-    """One run of everything, which several tests look at."""
-    with cuda_emulator.options(check=False, asynchronous=False):
-        return ran([name for name in EVERYTHING if TORCH or name != "compiled"], tmp_path_factory.mktemp("fp32"))
-
-
-@pytest.mark.skipif(not TORCH, reason="torch is not installed")
-@pytest.mark.parametrize("odd", [False, True], ids=["aligned", "odd"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_case_computes_the_same_and_is_timed(dtype, odd, tmp_path, request):
-    names = [name for name in EVERYTHING if dtype == "float32" or name not in {"hand-back", "hand-back-bf16", "host"}]
-    is_shared = (dtype, odd) == ("float32", False)
-    run_of_it = request.getfixturevalue("fp32") if is_shared else ran(names, tmp_path, dtype=dtype, odd=odd)
-    reports, failed, shown = run_of_it
-    assert not failed, shown
-    assert list(reports) == names
-    for report in reports.values():
-        assert report["absent"] == [], report["absent"]
-        assert report["machine"]["gpu"] == "CUDA emulator"
-        assert report["parameters"]["odd"] is odd
-        assert report["parameters"]["dtype"] == dtype
-
-
 def counted(report):
     return {variant: row["bytes"] for variant, row in rows_of(report).items() if variant not in {"copy", "triad"}}
 
 
-def test_bytes_of_parts(fp32):
+@pytest.fixture(scope="module")
+def fp32(gpu, tmp_path_factory):
+    """One run of everything, which several tests look at."""
+    return ran(gpu(), list(NAMES), tmp_path_factory.mktemp("fp32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_case_computes_the_same_and_is_timed(gpu, fp32, dtype, tmp_path):
+    odd = dtype == "bfloat16"
+    names = [name for name in NAMES if not odd or name not in {"hand-back", "hand-back-bf16", "host"}]
+    reports, failed, shown = ran(gpu(), names, tmp_path, dtype=dtype, odd=True) if odd else fp32
+    assert not failed, shown
+    assert list(reports) == names
+    for report in reports.values():
+        assert report["absent"] == []
+        assert (report["parameters"]["odd"], report["parameters"]["dtype"]) == (odd, dtype)
+
+
+def test_bytes_of_parts_and_their_times(fp32):
     reports = fp32[0]
     assert set(counted(reports["accumulate"]).values()) == {3 * SET}
     window = counted(reports["window"])  # K = 2
@@ -187,51 +199,17 @@ def test_bytes_of_parts(fp32):
     assert set(counted(reports["clip"]).values()) == {3 * SET}
     assert set(counted(reports["hand-back"]).values()) == {2 * SET}
     assert counted(reports["hand-back-bf16"])["ours"] == 1.5 * SET
-    copy, triad = (rows_of(reports["norm"])[name] for name in ("copy", "triad"))
-    assert (copy["bytes"], triad["bytes"]) == (COPY_BYTES, 1.5 * COPY_BYTES)
-
-
-def test_bytes_of_a_step(tmp_path):
-    """The table of step.py, an element: K = 4, fp32 and bf16."""
-    for dtype, expected in {"float32": (52, 28, 64), "bfloat16": (44, 20, 56)}.items():
-        rows = rows_of(ran(["step"], tmp_path, dtype=dtype, k=4, rounds=1)[0]["step"])
-        by_hand, once, four = expected[2], expected[0], expected[1]
-        assert rows["ours hold=1"]["bytes"] == rows["ours hold=1, captured"]["bytes"] == once * SET // 4
-        assert rows["ours hold=4"]["bytes"] == rows["ours hold=4, captured"]["bytes"] == four * SET // 4
-        assert rows["cupy by hand"]["bytes"] == by_hand * SET // 4
-        if TORCH:
-            assert (
-                rows["torch foreach, sum"]["bytes"]
-                == rows["torch foreach, sum, graph"]["bytes"]
-                == 16 * (by_hand * SET // 64)
-            )
-            assert rows["torch foreach, mean"]["bytes"] == (by_hand + 8) * SET // 4
-
-
-@pytest.mark.skipif(not TORCH, reason="torch is not installed")
-def test_bytes_of_a_compiled_step(tmp_path):
-    rows = rows_of(ran(["compiled"], tmp_path, k=4, rounds=1)[0]["compiled"])
-    assert rows["torch.compile, by micro-batch"]["bytes"] == 56 * SET // 4
-    assert rows["torch.compile, whole window"]["bytes"] == 32 * SET // 4
-
-
-def test_a_row_has_all_three_times_and_its_share_of_the_copy(fp32):
-    row = rows_of(fp32[0]["step"])["ours hold=1"]
+    assert [rows_of(reports["norm"])[name]["bytes"] for name in ("copy", "triad")] == [COPY_BYTES, 1.5 * COPY_BYTES]
+    row = rows_of(reports["step"])["ours hold=1"]
     assert (row["device_s"], row["median_s"]) == (0.00025, 0.00025)
-    assert row["wall_s"] == pytest.approx(0.001)  # one tick
-    assert row["host_s"] == pytest.approx(0.001)
+    assert (row["wall_s"], row["host_s"]) == pytest.approx((0.001, 0.001))  # one tick
     assert row["of_copy"] == pytest.approx(row["bytes"] / COPY_BYTES)
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / 0.00025 / 1e9)
     assert len(row["samples_s"]) == 2
-
-
-def test_what_is_about_launches_is_timed_by_the_clock(fp32):
-    assert fp32[0]["lora"]["time"] == "wall"
-    assert fp32[0]["host"]["time"] == "host"
-    row = rows_of(fp32[0]["lora"])["ours eager"]
-    assert row["median_s"] == row["wall_s"]
-    assert row["of_copy"] is None
-    assert row["ratios"]["ours replayed"] == pytest.approx(1)
+    lora = rows_of(reports["lora"])["ours eager"]
+    assert (reports["lora"]["time"], reports["host"]["time"]) == ("wall", "host")
+    assert (lora["median_s"], lora["of_copy"]) == (lora["wall_s"], None)
+    assert lora["ratios"]["ours replayed"] == pytest.approx(1)
 
 
 def test_small_models_are_timed_by_the_clock_and_recorded_by_their_tensors(fp32):
@@ -245,10 +223,21 @@ def test_small_models_are_timed_by_the_clock_and_recorded_by_their_tensors(fp32)
     assert set(counted(fp32[0]["half-none"]).values()) >= {(4 + 3) * 4 * 3 * 20}  # 3 of 5, K = 2: 2 G, 3 A, and 2 A
 
 
-def test_a_step_whose_gradients_are_half_none_hands_back_zeros_for_them():
-    case = half_absent(benchmarks().small("half-none"))[1].build()
-    case.run()
-    assert case.error() < 1e-6
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_of_a_step(gpu, tmp_path, dtype):
+    """The table of step.py, an element: K = 4, fp32 and bf16."""
+    names = ["step", "compiled"] if dtype == "float32" else ["step"]
+    reports = ran(gpu(), names, tmp_path, dtype=dtype, k=4, rounds=1)[0]
+    once, four, by_hand = (52, 28, 64) if dtype == "float32" else (44, 20, 56)
+    expected = dict.fromkeys(("ours hold=1", "ours hold=1, captured"), once)
+    expected |= dict.fromkeys(("ours hold=4", "ours hold=4, captured"), four)
+    expected |= dict.fromkeys(("cupy by hand", "torch foreach, sum", "torch foreach, sum, graph"), by_hand)
+    expected["torch foreach, mean"] = by_hand + 8
+    assert counted(reports["step"]) == {name: each * SET // 4 for name, each in expected.items()}
+    if "compiled" in reports:
+        rows = counted(reports["compiled"])
+        assert rows["torch.compile, by micro-batch"] == 56 * SET // 4
+        assert rows["torch.compile, whole window"] == 32 * SET // 4
 
 
 @pytest.mark.parametrize(
@@ -257,58 +246,45 @@ def test_a_step_whose_gradients_are_half_none_hands_back_zeros_for_them():
     ids=["add", "step"],
 )
 @pytest.mark.parametrize("is_new", [False, True], ids=["again", "new"])
-def test_new_arrays_are_other_objects_at_each_call(benchmark, owner, name, is_new, monkeypatch):
-    taken, call = [], getattr(owner, name)
+def test_new_arrays_are_other_objects_at_each_call(gpu, benchmark, owner, name, is_new, monkeypatch):
+    taken, call, end = [], getattr(owner, name), ", new cupy arrays" if is_new else ", cupy arrays"
     monkeypatch.setattr(owner, name, lambda self, given: taken.append(given[0]) or call(self, given))
-    variants = benchmark(Workload.drawn(device(), model_layout(1, 8), 2))
-    case = next(
-        each for each in variants if each.name.endswith(", new cupy arrays" if is_new else ", cupy arrays")
-    ).build()
+    variants = benchmark(Workload.drawn(gpu(), model_layout(1, 8), 2))
+    case = next(variant for variant in variants if variant.name.endswith(end)).build()
     for _ in range(2):
         case.prepare()
         case.run()
     assert (taken[0] is taken[1]) is not is_new
 
 
-def test_launches(fp32):
-    rows = fp32[0]["launches"]["rows"]
-    assert rows["ours hold=1"] == {"kernels": 4, "copies": 1, "fills": 0, "launches": 4, "waits": 0}
-    assert rows["ours hold=2"]["kernels"] == 3
-    assert rows["ours hold=2, captured"] == {"kernels": 0, "copies": 1, "fills": 0, "launches": 1, "waits": 0}
-
-
 @pytest.mark.parametrize(("variant", "asks_dlpack"), [("arrays by DLPack", True), ("cupy arrays", False)])
-def test_what_is_timed_as_dlpack_is_taken_by_dlpack(variant, asks_dlpack, monkeypatch):
-    """Torch's tensors are recognised, and asked by torch's own ways."""
+def test_what_is_timed_as_dlpack_is_taken_by_dlpack(gpu, variant, asks_dlpack, monkeypatch):
     asked, export = [], Lent.__dlpack__
     monkeypatch.setattr(Lent, "__dlpack__", lambda self, **options: asked.append(self) or export(self, **options))
-    workload = Workload.drawn(device(), model_layout(1, 8), 2)
+    workload = Workload.drawn(gpu(), model_layout(1, 8), 2)
     case = next(each for each in calls(workload) if each.name == f"ours add, {variant}").build()
     case.prepare()
     case.run()
     assert len(asked) == (len(workload.layout.slots) if asks_dlpack else 0)
 
 
-def test_ours_may_not_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "profiled", lambda gpu: waiting_in_turn())
-    reports, failed, _ = ran(["launches"], tmp_path)
+def test_launches_are_counted_and_ours_may_not_wait(gpu, fp32, tmp_path, monkeypatch):
+    rows = fp32[0]["launches"]["rows"]
+    assert rows["ours hold=1"] == {"kernels": 4, "copies": 1, "fills": 0, "launches": 4, "waits": 0}
+    assert rows["ours hold=2"]["kernels"] == 3
+    assert rows["ours hold=2, captured"] == {"kernels": 0, "copies": 1, "fills": 0, "launches": 1, "waits": 0}
+    waits = itertools.chain([0], itertools.repeat(1))  # the first call is that of nothing
+    monkeypatch.setattr(
+        harness, "profiled", lambda gpu: lambda work: (work() and None) or counts(1, 0, 0, 1, next(waits))
+    )
+    reports, failed, _ = ran(gpu(), ["launches"], tmp_path)
     assert "launches: ours hold=1 waits" in failed
     assert reports["launches"]["failed"]
 
 
-def waiting_in_turn():
-    calls = itertools.count()
-
-    def count(work):
-        work()
-        return counts(1, 0, 0, 1, 1 if next(calls) else 0)  # the first call is that of nothing
-
-    return count
-
-
-def test_without_torch_its_variants_are_absent(tmp_path):
-    names = ["accumulate", "norm", "hand-back", "hand-back-bf16", "step", "lora", "host", "compiled"]
-    reports, failed, _ = ran(names, tmp_path, device=device(torch_module=None))
+def test_without_torch_its_variants_are_absent(gpu, tmp_path):
+    names = ["hand-back-bf16", "lora", "compiled"]
+    reports, failed, _ = ran(gpu(torch_module=None), names, tmp_path)
     assert not failed
     for report in reports.values():
         assert {absent["why"] for absent in report["absent"]} == {"torch not installed, or without CUDA"}
@@ -316,64 +292,47 @@ def test_without_torch_its_variants_are_absent(tmp_path):
     assert len(reports["compiled"]["absent"]) == 2
 
 
-@pytest.mark.skipif(not TORCH, reason="torch is not installed")
-def test_a_compiler_that_fails_is_absent_by_name(tmp_path, capsys):
-    def cannot(function):
-        raise RuntimeError("Triton found no compiler\nand a long tale of it")
-
-    reports, failed, _ = ran(["compiled"], tmp_path, device=device(compiled=cannot))
-    assert not failed
-    assert reports["compiled"]["absent"][1] == {
-        "variant": "torch.compile, whole window",
-        "why": "RuntimeError: Triton found no compiler",
-    }
-    assert "Traceback" in capsys.readouterr().err
+def cannot(function):
+    raise RuntimeError("Triton found no compiler\nand a long tale of it")
 
 
-@pytest.mark.skipif(not TORCH, reason="torch is not installed")
-def test_a_compiler_that_does_not_end_is_absent_by_name(tmp_path):
-    def for_ever(function):
-        def call(*_):
-            while True:
-                pass
+def for_ever(function):
+    def call(*_):
+        while True:
+            pass
 
-        return call
-
-    case = benchmarks(device=device(compiled=for_ever), compile_limit=0.05)
-    failed = run(case, ["compiled"], tmp_path / "run.json", lambda report: None)
-    report = json.loads((tmp_path / "run.json").read_text())["reports"][0]
-    assert not failed
-    assert {absent["why"] for absent in report["absent"]} == {"TimeoutError: not done within 0.05 s"}
+    return call
 
 
-def test_the_alarm_is_put_back():
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [(cannot, "RuntimeError: Triton found no compiler"), (for_ever, "TimeoutError: not done within 0.05 s")],
+)
+def test_a_compiler_that_fails_or_does_not_end_is_absent_by_name(gpu, tmp_path, compiler, why):
     before = signal.getsignal(signal.SIGALRM)
+    reports, failed, _ = ran(gpu(compiled=compiler), ["compiled"], tmp_path, compile_limit=0.05)
+    assert not failed
+    assert [absent["why"] for absent in reports["compiled"]["absent"]] == [why] * 2
     with limited(60):
         pass
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_a_benchmark_that_fails_leaves_the_others(tmp_path):
+def test_a_benchmark_that_fails_leaves_the_others_and_an_unknown_one_is_refused(gpu, tmp_path):
     """A hand back starts from the sum in fp32, and raw memory is passed as fp32."""
-    reports, failed, _ = ran(["hand-back", "host", "norm"], tmp_path, dtype="bfloat16")
+    reports, failed, _ = ran(gpu(), ["hand-back", "host", "norm"], tmp_path, dtype="bfloat16")
     assert list(reports) == ["norm"]
-    why = "CallerError: this benchmark needs fp32: got bfloat16, expected --dtype float32"
-    assert failed == [f"hand-back: {why}", f"host: {why}"]
-
-
-def test_the_help_names_every_benchmark(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert f"any of {', '.join(NAMES)}" in parser().format_help()
-
-
-def test_an_unknown_benchmark_is_refused(tmp_path):
+    assert [re.match(r"(.*): CallerError: .* expected --dtype float32", each)[1] for each in failed] == [
+        "hand-back",
+        "host",
+    ]
     with pytest.raises(CallerError, match="unknown benchmark: got none, expected accumulate"):
-        ran(["none"], tmp_path)
+        ran(gpu(), ["none"], tmp_path)
 
 
-def test_the_commands_json_to_stdout_is_all_that_is_printed(monkeypatch, tmp_path):
+def test_the_commands_json_to_stdout_is_all_that_is_printed(gpu, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "open_gpu", device)
+    monkeypatch.setattr(command, "open_gpu", gpu)
     small = ["--blocks", "1", "--hidden", "8", "--rounds", "2", "--json", "-"]
     result = CliRunner().invoke(bench, ["gpu", "norm", *small], catch_exceptions=False)
     assert [report["benchmark"] for report in json.loads(result.stdout)["reports"]] == ["norm"]
@@ -382,8 +341,7 @@ def test_the_commands_json_to_stdout_is_all_that_is_printed(monkeypatch, tmp_pat
 
 def test_the_command_needs_a_gpu():
     """It says so, and names what is missing; on a machine with one it would take minutes."""
-    missing = importlib.util.find_spec("cupy") is None
-    if not missing:
+    if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed")
     result = CliRunner().invoke(bench, ["gpu", "norm"])
     assert result.exit_code == 1
@@ -403,27 +361,28 @@ def test_it_needs_neither_typer_nor_rich_nor_matplotlib():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--compile-limit" in done.stdout
+    assert ",".join(NAMES) in "".join(done.stdout.split())
 
 
-def test_small_sizes_run_everything_quickly(tmp_path):
+def test_small_sizes_run_everything_quickly(gpu, tmp_path):
     given = parser().parse_args(["host", "--small", "--dtype", "float32"])
-    small = benchmarks_of(given, device(scratch=1 << 30))
+    small = benchmarks_of(given, gpu(scratch=1 << 30))
     assert (small.options.blocks, small.gpu.scratch, small.gpu.copied % 32) == (1, 1 << 14, 0)
-    assert benchmarks_of(parser().parse_args(["host", "--odd"]), device()).options.odd
+    assert benchmarks_of(parser().parse_args(["host", "--odd"]), gpu()).options.odd
     assert run(small, given.names, tmp_path / "host.json", lambda report: None) == []
 
 
-def test_wrong_results_of_ours_are_not_timed(tmp_path):
+def test_wrong_results_of_ours_are_not_timed(gpu, tmp_path):
     class Wrong:
         """Kernels that leave a factor out."""
 
         def __getattr__(self, name):
-            return getattr(kernels(), name)
+            return getattr(gpu().kernels, name)
 
         def scale(self, sources, factor, destinations):
-            kernels().scale(sources, np.float32(2 * factor), destinations)
+            gpu().kernels.scale(sources, np.float32(2 * factor), destinations)
 
-    reports, failed, shown = ran(["hand-back"], tmp_path, device=device(kernels=Wrong()))
+    reports, failed, shown = ran(gpu(kernels=Wrong()), ["hand-back"], tmp_path)
     assert failed == ["hand-back: ours"]
     assert "ours" not in rows_of(reports["hand-back"])
     assert "absent: ours: ResultsDiffer: hand-back: 'ours' has a wrong result" in re.sub(r"\s+", " ", shown)
@@ -432,9 +391,9 @@ def test_wrong_results_of_ours_are_not_timed(tmp_path):
 # ---- memory and time ----
 
 
-def test_what_is_asked_of_torch_on_a_gpu():
+def test_what_is_asked_of_torch_on_a_gpu(emulated):
     fake, calls = MagicMock(), []
-    real = Gpu(xp=cuda_emulator, kernels=kernels(), torch_module=fake)
+    real = Gpu(xp=emulated.kernels.xp, kernels=emulated.kernels, torch_module=fake)
     bits = np.ones(3, np.uint16)
     assert real.tensor(bits) is fake.as_tensor.return_value.view.return_value
     assert fake.as_tensor.call_args.args[0].dtype == np.int16
@@ -450,61 +409,45 @@ def test_what_is_asked_of_torch_on_a_gpu():
     fake.compile.assert_called_once_with(len, fullgraph=True, dynamic=False)
 
 
-def test_odd_buffers_lie_at_odd_elements():
-    arrays = device().placed([np.ones(5, np.uint16)] * 5, odd=True)
+def test_odd_buffers_lie_at_odd_elements(gpu):
+    arrays = gpu().placed([np.ones(5, np.uint16)] * 5, odd=True)
     assert [array.data.ptr // 2 % 64 for array in arrays] == [1, 3, 5, 7, 1]
-    assert [array.data.ptr // 2 % 64 for array in device().placed([np.ones(70, np.uint16)] * 2)] == [0, 0]
+    assert [array.data.ptr // 2 % 64 for array in gpu().placed([np.ones(70, np.uint16)] * 2)] == [0, 0]
 
 
-def test_a_sample_prepares_reads_scratch_and_waits(monkeypatch):
+def test_a_sample_prepares_reads_scratch_and_waits(gpu, monkeypatch):
     done = []
     case = Case(lambda: done.append("run"), lambda: 0.0, prepare=lambda: done.append("prepare"))
-    monkeypatch.setattr(cuda_emulator.cuda, "get_elapsed_time", lambda start, stop: 7.0)
-    gpu = device(clock=ticking(1))
-    gpu.sample(case)
+    small = gpu(clock=ticking(1))
+    monkeypatch.setattr(small.xp.cuda, "get_elapsed_time", lambda start, stop: 7.0)
+    small.sample(case)
     done.clear()
     with cuda_emulator.recorded() as record:
-        sample = gpu.sample(case)
+        sample = small.sample(case)
     assert done == ["prepare", "run"] * 2
     assert sample == (0.007, 1, 1)
     assert record.launches == ["measure_small"] * 2
     assert record.waits == ["event", "device", "device"]
 
 
-@pytest.mark.skipif(not TORCH, reason="torch is not installed")
 @pytest.mark.filterwarnings("ignore")  # of a torch without CUDA
 def test_torch_s_profiler_is_understood():
-    count = profiled(device())
+    torch = pytest.importorskip("torch")
     work = torch.ones(3)
-    assert count(lambda: work.add_(1)) == Counter()
+    assert profiled(SimpleNamespace(torch=torch))(lambda: work.add_(1)) == Counter()
 
 
 def test_events_are_counted_by_their_names():
-    host, gpu = "DeviceType.CPU", "DeviceType.CUDA"
-    events = [
-        (host, "aten::add_"),
-        (host, "cudaLaunchKernel"),
-        (host, "cuLaunchKernelEx"),
-        (host, "cudaGraphLaunch"),
-        (host, "cudaDeviceSynchronize"),
-        (host, "cudaEventQuery"),
-        (gpu, "accumulate_1_small"),
-        (gpu, "Memcpy DtoH (Device -> Pinned)"),
-        (gpu, "Memset (Device)"),
-    ]
-    assert counts_of(events) == counts(1, 1, 1, 3, 1)
+    host, device = partial(zip, ["DeviceType.CPU"] * 6), partial(zip, ["DeviceType.CUDA"] * 3)
+    calls = ["aten::add_", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaDeviceSynchronize"]
+    work = ["accumulate_1_small", "Memcpy DtoH (Device -> Pinned)", "Memset (Device)"]
+    assert counts_of([*host([*calls, "cudaEventQuery"]), *device(work)]) == counts(1, 1, 1, 3, 1)
 
 
-# ---- bench/gpu_once.py ----
-
-
-def test_every_kernel_once():
+def test_every_kernel_runs_once(emulated):
+    """bench/gpu_once.py"""
     with cuda_emulator.options(check=True, asynchronous=True), cuda_emulator.recorded() as record:
-        gpu_once.everything(kernels())
-    assert {name.rpartition("_")[0] for name in record.launches} >= {
-        "accumulate_1",
-        "accumulate_4",
-        "measure",
-        "hand_back",
-    }
-    assert {name for name in record.launches if name.endswith("_large")} >= {"measure_large", "hand_back_large"}
+        gpu_once.everything(emulated.kernels)
+    kinds = {name.rpartition("_")[0] for name in record.launches}
+    assert kinds >= {"accumulate_1", "accumulate_4", "measure", "hand_back"}
+    assert {"measure_large", "hand_back_large"} <= set(record.launches)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from backends import available
 from devices import on_host, put_all
-from ranks import on_grid, on_ranks
+from ranks import on_ranks
 from strategies import DTYPES
 
 from gradengine import GradientEngine, GradientLayout
@@ -131,50 +131,6 @@ def of_workers(world_size, backend, average, *, empty=None, early=False):
     return digest(found[0])
 
 
-def of_a_grid(backend, replicated):
-    partitions = {"w": "column", "b": "replicated"}
-
-    def work(workers, parts):
-        layout = GradientLayout.of({"w": (40,), "b": (6,)}, tp_rank=parts.rank, tp_size=2, partitions=partitions)
-        options = {"exchange": workers, "tp_exchange": parts, "replicated": replicated, "max_norm": 0.75}
-        engine = GradientEngine(layout, backend.kernels, **options)
-        gradients = micro_batch(layout, exact, "float32", 100 * workers.rank + 10 * parts.rank)
-        if replicated == "same":
-            gradients[1] = micro_batch(layout, exact, "float32", 100 * workers.rank)[1]
-        engine.add(put_all(backend, gradients))
-        result = engine.step()
-        return told(result) + norms(result)
-
-    return digest(on_grid(work, 2, 2))
-
-
-def of_a_graph(device, kind):
-    """A captured window and its step, run twice."""
-    layout = LAYOUTS["odd sizes"]
-    engine = GradientEngine(layout, device.kernels, 0.75)
-    batches = [put_all(device, micro_batch(layout, exact, kind, 100 * k)) for k in range(2)]
-    with engine.capture() as graph:
-        for k, batch in enumerate(batches):
-            engine.add(batch, 1.0 + k)
-        engine.step()
-    found = []
-    for _ in range(2):
-        result = graph.replay()
-        found.append([*told(result)[4:], *norms(result)])
-    assert found[0] == found[1]
-    return digest(found[0])
-
-
-def eager_of_a_graph(backend, kind):
-    """The same without a graph: what is recorded."""
-    layout = LAYOUTS["odd sizes"]
-    engine = GradientEngine(layout, backend.kernels, 0.75)
-    for k in range(2):
-        engine.add(put_all(backend, micro_batch(layout, exact, kind, 100 * k)), 1.0 + k)
-    result = engine.step()
-    return digest([*told(result)[4:], *norms(result)])
-
-
 LARGE = ("over a chunk", "mixed", WEIGHTS[-1])  # an emulated device takes 2 s for it
 WINDOWS = [LARGE, *(case for case in itertools.product(LAYOUTS, KINDS, WEIGHTS) if case[0] != LARGE[0])]
 GROUPS = [
@@ -193,11 +149,9 @@ def recorded():
 
 
 def record():
-    backend = available("host-1")
+    backend = available("host")
     facts = {named(*case): of_one_worker(backend, LAYOUTS[case[0]], *case[1:]) for case in WINDOWS}
     facts |= {named(*options.items()): of_workers(backend=backend, **options) for options in GROUPS}
-    facts |= {named("grid", replicated): of_a_grid(backend, replicated) for replicated in ("same", "sum")}
-    facts |= {named("graph", kind): eager_of_a_graph(backend, kind) for kind in KINDS}
     RECORD.write_text(json.dumps(facts, indent=1) + "\n")
 
 
@@ -211,16 +165,6 @@ def test_of_one_worker(backend, case, hold):
 @pytest.mark.parametrize("options", GROUPS, ids=lambda options: named(*options.values()))
 def test_of_several_workers(backend, options):
     assert of_workers(backend=backend, **options) == recorded()[named(*options.items())]
-
-
-@pytest.mark.parametrize("replicated", ["same", "sum"])
-def test_of_a_grid(backend, replicated):
-    assert of_a_grid(backend, replicated) == recorded()[named("grid", replicated)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_a_graph(device, kind):
-    assert of_a_graph(device, kind) == recorded()[named("graph", kind)]
 
 
 if __name__ == "__main__":

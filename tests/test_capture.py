@@ -1,5 +1,6 @@
 """Captured steps: the eager one's bits, its very launches and no more, and what is refused before any launch."""
 
+import dataclasses
 import gc
 import math
 import weakref
@@ -8,17 +9,34 @@ import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from devices import assign, bits_of, churned, nothing_is_launched, on_host, operations_of, put_all, raw, synchronize
+import windows
+from devices import (
+    assign,
+    bits_of,
+    churned,
+    nothing_is_launched,
+    number_of,
+    on_host,
+    operations_of,
+    put_all,
+    raw,
+    synchronize,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer, local_group
+from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
 from gradengine.capture import addresses_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.kernels.launch import CAPACITIES
 
-LAYOUT = GradientLayout.transformer(2, 8, 4, 12, 16)
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 NAN = math.nan
+
+
+def named(arrays):
+    return dict(zip([slot.name for slot in SMALL.slots], arrays, strict=True))
 
 
 def new_engine(device, layout=SMALL, **options):
@@ -48,153 +66,99 @@ def captured_window(engine, batches, weights=None, **options):
     return graph
 
 
-def eager(device, batches, weights=None, layout=SMALL, **options):
-    """The result of a fresh engine that does the same without a graph."""
-    engine = new_engine(device, layout, **options)
-    for values, weight in zip(batches, weights or [1.0] * len(batches), strict=True):
-        engine.add(put_all(device, values), weight)
-    return engine.step()
+def captured(device, seed=0, **options):
+    """An engine, a micro-batch's gradients, and the graph of it and its step."""
+    engine, arrays = new_engine(device), arrays_of(device, seed)
+    return engine, arrays, captured_window(engine, [arrays], **options)
+
+
+def eager(device, *batches, weights=None, **options):
+    """The bits of a fresh engine that does the same without a graph; batches are seeds, or values."""
+    engine = new_engine(device, **options)
+    for batch, weight in zip(batches, weights or [1.0] * len(batches), strict=True):
+        engine.add(put_all(device, values_of(batch) if isinstance(batch, int) else batch), weight)
+    return bits_of(engine.step())
+
+
+def bytes_of(arrays):
+    return [on_host(array).tobytes() for array in arrays]
 
 
 class TestBits:
-    @pytest.mark.parametrize(
-        ("options", "weights"),
-        [
-            ({}, [1.0]),
-            ({}, [1.0, 3.0, 0.5]),
-            ({"hold": 2}, [1.0, 1.0, 1.0]),
-            ({"hold": 9}, [2.0] * 6),
-            ({"micro_batches": 2}, [1.0, 1.0]),
-            ({"groups": "block"}, [1.0, 1.0]),
-            ({"loss_scale": 256.0, "max_norm": None}, [1.0, 2.0]),
-            ({"average": "sum", "loss_scale": 4.0}, [1.0, 3.0, 0.5]),
-        ],
-    )
-    def test_a_replay_is_the_eager_step(self, device, options, weights):
-        """Also with other values in the same memory, and whatever happens to memory in between."""
-        engine = new_engine(device, LAYOUT, **options)
-        batches = [arrays_of(device, seed, LAYOUT) for seed in range(len(weights))]
-        graph = captured_window(engine, batches, weights)
-        for replay in range(3):
-            values = [values_of(10 * replay + seed, LAYOUT) for seed in range(len(weights))]
-            for arrays, value in zip(batches, values, strict=True):
-                refill(device, arrays, value)
-            churned(device)
-            result, wanted = graph.replay(), eager(device, values, weights, LAYOUT, **options)
-            assert bits_of(result) == bits_of(wanted)
-            assert float(result.norm) == float(wanted.norm)
-            assert float(result.scale) == float(wanted.scale)
-            assert (result.weight, result.micro_batches) == (sum(weights), len(weights))
+    @settings(max_examples=20, phases=windows.PHASES)
+    @given(data=st.data())
+    def test_a_replay_is_the_eager_step(self, device, data):
+        """Whatever kind of window, with other values in the same memory, and whatever happens to memory in between."""
+        layout, options = data.draw(draw.uneven_layouts(device.chunk)), data.draw(windows.options)
+        options["micro_batches"] = data.draw(st.sampled_from([None, 3]))
+        window, placed = data.draw(windows.windows(layout, (1, 3), windows.WAYS[:-1])), []
+        deferred = options["groups"] is None and data.draw(st.booleans())
+        dtype = data.draw(st.none() | draw.dtypes)
 
-    def test_twice_is_the_same_step_twice(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        first = bits_of(graph.replay())
-        churned(device)
-        assert bits_of(graph.replay()) == first == bits_of(eager(device, [values_of(0)]))
+        def destinations():
+            return {slot.name: windows.Destination(device, slot, dtype, 1) for slot in layout.slots}
 
-    def test_capturing_runs_nothing(self, device):
-        engine = new_engine(device)
-        engine.add(arrays_of(device, 0))
-        before = bits_of(engine.step())
-        captured_window(engine, [arrays_of(device, 1)])
-        synchronize(device)
-        assert {n: on_host(a).tobytes() for n, a in engine.accumulator.views().items()} == before
-        assert engine.current_step == 1
+        def put(array):
+            placed.append(device.put(array))
+            return placed[-1]
 
-    def test_eager_steps_and_replays_take_turns(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        for turn in range(2):
-            result = graph.replay()
-            assert (result.step, bits_of(result)) == (2 * turn, bits_of(eager(device, [values_of(0)])))
-            engine.add(arrays_of(device, 5))
-            result = engine.step()
-            assert (result.step, bits_of(result)) == (2 * turn + 1, bits_of(eager(device, [values_of(5)])))
+        def stepped(engine, backend, out):
+            windows.add_all(engine, backend, window)
+            where = out and {name: each.pointer for name, each in out.items()}
+            return engine.step(where, deferred=deferred)
 
-    def test_components_without_a_gradient_are_zero_in_each_replay(self, device):
-        engine, values = new_engine(device, max_norm=None), values_of(0)
-        graph = captured_window(engine, [[None, *put_all(device, values[1:])]])
-        for _ in range(2):
-            result = graph.replay()
-            assert result.unused == {"layers.0.w"}
-            assert not on_host(result.gradients["layers.0.w"]).any()
-            assert on_host(result.gradients["head"]).tobytes() == values[2].tobytes()
-            assert float(result.norm) == pytest.approx(draw.exact_norm(values[1:]), rel=1e-6)
-            engine.add(arrays_of(device, 1))  # leaves something else there
-            engine.step()
-
-    @pytest.mark.parametrize("dtype", draw.DTYPES)
-    def test_destinations_are_written_by_each_replay(self, device, dtype):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        buffers = [device.buffer_at(np.full(slot.size, 9, draw.DTYPES[dtype]), 1) for slot in SMALL.slots]
-        graph = captured_window(engine, [arrays], out=[raw(buffer) for buffer in buffers])
-        assert all((device.get(buffer).view(draw.DTYPES[dtype]) == 9).all() for buffer in buffers)
-        for seed in range(2):
-            refill(device, arrays, values_of(seed))
-            graph.replay()
-            wanted = eager(device, [values_of(seed)])
-            for buffer, array in zip(buffers, wanted.gradients.values(), strict=True):
-                got = device.get(buffer).view(draw.DTYPES[dtype])
-                draw.assert_same_bits(got, on_host(array).astype(got.dtype))
-
-    def test_a_deferred_step(self, device):
-        engine, values = new_engine(device), [values_of(seed) for seed in range(2)]
-        graph = captured_window(engine, [put_all(device, value) for value in values], deferred=True)
-        result, wanted = graph.replay(), eager(device, values)
-        factor = on_host(result.factor)
-        for array, total in zip(wanted.gradients.values(), zip(*values, strict=True), strict=True):
-            draw.assert_same_bits(on_host(array), (total[0] + total[1]) * factor)
-        for array, total in zip(result.sums.values(), zip(*values, strict=True), strict=True):
-            draw.assert_same_bits(on_host(array), total[0] + total[1])
-
-    def test_blocks_one_by_one(self, device):
-        engine, values = new_engine(device), values_of(0)
-        w0, w1, head = put_all(device, values)
+        out = destinations() if dtype and not deferred else None
+        engine = GradientEngine(layout, device.kernels, **options)
+        # Brought there before the stream records.
+        windows.add_all(new_engine(device, layout), dataclasses.replace(device, put=put), window)
+        ready = iter(placed)
         with engine.capture() as graph:
-            engine.add_non_block("head", head)
-            engine.add_block(1, {"w": w1})
-            engine.add_block(0, [w0])
-            engine.step()
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values]))
+            stepped(engine, dataclasses.replace(device, put=lambda array: next(ready)), out)
+        for replay in range(2):
+            window = [batch.with_other_values(replay) for batch in window]
+            refill(device, placed, [array for batch in window for array in batch.in_order(layout)])
+            churned(device)
+            result, other = graph.replay(check=bool(replay)), destinations() if out else None
+            wanted = stepped(GradientEngine(layout, device.kernels, **options), device, other)
+            for number in ("norm", "scale", "factor", "weight", "micro_batches"):
+                assert number_of(getattr(result, number)) == number_of(getattr(wanted, number)), number
+            assert (result.step, result.unused) == (replay, wanted.unused)
+            if out is None:
+                assert bits_of(result) == bits_of(wanted)
+            for slot in layout.slots if out else ():
+                draw.assert_same_bits(out[slot.name].values(), other[slot.name].values())
 
-    def test_gradients_that_nobody_else_refers_to_are_kept(self, device):
-        engine, values = new_engine(device), [values_of(seed) for seed in range(2)]
-        batches = [put_all(device, value) for value in values]
-        graph = captured_window(engine, batches)
-        batches.clear()
-        gc.collect()
-        churned(device)
-        assert bits_of(graph.replay()) == bits_of(eager(device, values))
-
-    def test_the_graph_keeps_its_engine(self, device):
-        def made():
-            return captured_window(new_engine(device), [arrays_of(device, 0)])
-
-        graph = made()
-        gc.collect()
-        churned(device)
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_on_the_current_stream(self, device):
-        xp = device.xp
-        graph = captured_window(new_engine(device), [arrays_of(device, 0)])
+    def test_capturing_runs_nothing_and_eager_steps_and_replays_take_turns(self, device):
+        engine = new_engine(device)
+        engine.add(arrays_of(device, 5))
+        before = list(bits_of(engine.step()).values())
+        graph = captured_window(engine, [[None, *arrays_of(device, 0)[1:]]])
         synchronize(device)
-        with xp.cuda.Stream(non_blocking=True) as stream:
+        assert bytes_of(engine.accumulator.views().values()) == before
+        wanted = eager(device, [None, *values_of(0)[1:]])
+        for step in (1, 3):
             result = graph.replay()
-            got = {name: array.get() for name, array in result.gradients.items()}
-            stream.synchronize()
-        wanted = eager(device, [values_of(0)])
-        assert {name: array.tobytes() for name, array in got.items()} == bits_of(wanted)
+            assert (result.step, result.unused, bits_of(result)) == (step, {"layers.0.w"}, wanted)
+            engine.add(arrays_of(device, 5))
+            assert list(bits_of(engine.step()).values()) == before
+        assert engine.current_step == 5
 
-    def test_captured_on_a_stream_of_ones_own(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
+    def test_gradients_and_engine_that_nobody_else_refers_to_are_kept(self, device):
+        graph = captured_window(new_engine(device), [arrays_of(device, seed) for seed in range(2)])
+        gc.collect()
+        churned(device)
+        assert bits_of(graph.replay()) == bits_of(graph.replay()) == eager(device, 0, 1)
+
+    @pytest.mark.parametrize("when", ["capture", "replay"])
+    def test_on_a_stream_of_ones_own(self, device, when):
+        graph = captured(device)[2] if when == "replay" else None
         synchronize(device)
         with device.xp.cuda.Stream(non_blocking=True) as stream:
-            graph = captured_window(engine, [arrays])
+            graph = graph or captured(device)[2]
             assert device.xp.cuda.get_current_stream() == stream
+            got = {name: array.get() for name, array in graph.replay().gradients.items()}
             stream.synchronize()
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+        assert {name: array.tobytes() for name, array in got.items()} == eager(device, 0)
 
 
 class TestDropped:
@@ -208,8 +172,7 @@ class TestDropped:
 
     def test_its_engine_keeps_it_no_longer_than_its_caller(self, device):
         """With it go the gradients that it keeps: a GPU's memory."""
-        engine = new_engine(device)
-        graph = captured_window(engine, [arrays_of(device, 0)])
+        _engine, _, graph = captured(device)
         graph.replay()
         kept = weakref.ref(graph)
         del graph
@@ -240,16 +203,15 @@ class TestDropped:
                     xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, stream.ptr)
                 stream.synchronize()  # as early as can be
 
-    @pytest.mark.parametrize("stream", ["the current one", "its own"])
     @pytest.mark.parametrize("how", ["dropped", "pointed elsewhere", "dropped with its gradients"])
-    def test_while_its_last_replay_runs(self, device, how, stream):
+    def test_while_its_last_replay_runs(self, device, how):
         graph, gradients, out = self.window(device)
         values = [1 + position % 7 for position in range(self.COUNT)]
         scratch = device.put(np.zeros(8, np.float32))
         xp = device.kernels.xp
         with device.kernels.device.active():
             own = xp.cuda.Stream(non_blocking=True)
-        with device.kernels.device.on(own if stream == "its own" else None), device.kernels.device.active():
+        with device.kernels.device.on(None if how == "dropped" else own), device.kernels.device.active():
             for _ in range(100):  # so much to do that no look at an event comes to the end of it
                 xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
             graph.replay()
@@ -276,49 +238,42 @@ class TestDropped:
 
 
 class TestLaunches:
-    @pytest.mark.parametrize(("count", "hold", "folds"), [(1, 1, 1), (4, 1, 4), (4, 4, 1), (5, 2, 3), (9, 9, 3)])
+    @pytest.mark.parametrize(("count", "hold", "folds"), [(1, 1, 1), (4, 4, 1), (5, 2, 3)])
     def test_the_graph_is_the_eager_launch_list(self, emulated, count, hold, folds):
         """K + 2 launches without hold: each micro-batch, the verdict, the hand-back. K1 reads its addresses."""
-        engine = new_engine(emulated, LAYOUT, hold=hold)
-        batches = [arrays_of(emulated, seed, LAYOUT) for seed in range(count)]
-
-        def window():
+        engine = new_engine(emulated, hold=hold)
+        batches = [arrays_of(emulated, seed) for seed in range(count)]
+        graph = captured_window(engine, batches)  # a first one: what it needs is brought there outside of the graph
+        with cuda_emulator.recorded() as record:
             for gradients in batches:
                 engine.add(gradients)
             engine.step()
-
-        window()
-        with cuda_emulator.recorded() as record:
-            window()
-        graph = captured_window(engine, batches)
         reads = [name.replace("small", "table") if "accumulate" in name else name for name in record.launches]
         assert operations_of(graph._recorded.graph) == reads
         assert len(record.launches) == folds + 2
         assert [name for name in record.operations if name not in record.launches] == ["copy device to host"]
 
     def test_nothing_is_allocated_and_nothing_waits(self, emulated):
-        engine = new_engine(emulated)
-        arrays = arrays_of(emulated, 0)
-        engine.add(arrays)
-        engine.step()
+        engine, arrays, _ = captured(emulated)
         with cuda_emulator.recorded() as record:
             graph = captured_window(engine, [arrays])
         assert (record.allocations, record.pinned_allocations) == ([65536], [])  # the addresses
+        graph.replay()
         with cuda_emulator.recorded() as record:
             for _ in range(3):
                 graph.replay()
         assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
         assert record.operations == ["graph", "copy device to host"] * 3
 
-    def test_a_first_window_may_be_captured(self, emulated):
-        """What it needs on the device is brought there outside of the graph."""
-        graph = captured_window(new_engine(emulated), [arrays_of(emulated, 0)])
-        assert operations_of(graph._recorded.graph) == ["accumulate_1_table", "finalise", "hand_back_small"]
-
-    def test_unchecked_replays_are_the_same(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        assert bits_of(graph.replay(check=False)) == bits_of(eager(device, [values_of(0)]))
+    def test_repoint_is_one_copy(self, emulated):
+        batches, others = ([arrays_of(emulated, seed) for seed in seeds] for seeds in (range(3), range(3, 6)))
+        there = arrays_of(emulated, 8), arrays_of(emulated, 9)
+        graph = captured_window(new_engine(emulated), batches, out=there[0])
+        graph.repoint(others, out=there[1])  # which brings pinned memory to the pool
+        synchronize(emulated)
+        with cuda_emulator.recorded() as record:
+            graph.repoint(batches, out=there[0])
+        assert (record.operations, record.allocations, record.waits) == (["copy host to device"], [], [])
 
 
 class Movable:
@@ -336,43 +291,39 @@ class Movable:
 
 
 class TestMoved:
-    @pytest.mark.parametrize("as_mapping", [True, False])
-    def test_a_gradient_elsewhere_is_refused_by_name_before_any_launch(self, device, as_mapping):
-        engine = new_engine(device)
-        arrays = [Movable(array) for array in arrays_of(device, 0)]
-        names = [slot.name for slot in SMALL.slots]
-        graph = captured_window(engine, [dict(zip(names, arrays, strict=True)) if as_mapping else arrays])
-        first, arrays[1].array = arrays[1].array, device.put(values_of(1)[1])
-        message = (
-            r"component 'layers.1.w' is not at the address that .* captured with: got address 0x\w+, expected 0x\w+"
-        )
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match=message):
-            graph.replay()
-        assert engine.current_step == 0
-        arrays[1].array = first
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_of_a_block(self, device):
-        engine, (w0, w1, head) = new_engine(device), [Movable(array) for array in arrays_of(device, 0)]
+    @pytest.mark.parametrize("way", ["add", "add named", "parts", "out"])
+    def test_an_array_elsewhere_is_refused_by_name_before_any_launch(self, device, way):
+        engine, movable = new_engine(device), [Movable(array) for array in arrays_of(device, 0)]
+        (w0, w1, head), others = movable, arrays_of(device, 1)
         with engine.capture() as graph:
-            engine.add_block(0, {"w": w0})
-            engine.add_block(1, [w1])
-            engine.add_non_block("head", head)
-            engine.step()
-        for name, moved in (("layers.0.w", w0), ("layers.1.w", w1), ("head", head)):
-            kept, moved.array = moved.array, device.put(on_host(moved.array))
-            with (
-                nothing_is_launched(device),
-                pytest.raises(BufferRefused, match=f"component '{name}' is not at the address"),
-            ):
+            if way == "parts":
+                engine.add_block(0, {"w": w0})
+                engine.add_block(1, [w1])
+                engine.add_non_block("head", head)
+            else:
+                given = others if way == "out" else movable
+                engine.add(named(given) if way == "add named" else given)
+            engine.step([None, *movable[1:]] if way == "out" else None)
+        for name, array in list(named(movable).items())[way == "out" :]:
+            first, array.array = array.array, device.put(on_host(array.array))
+            with nothing_is_launched(device), pytest.raises(BufferRefused, match=f"component '{name}' .*address"):
                 graph.replay()
-            moved.array = kept
+            array.array = first
+        assert engine.current_step == 0
+        assert graph.replay().step == 0
 
-    def test_a_destination_elsewhere(self, device):
-        engine, out = new_engine(device), [Movable(array) for array in arrays_of(device, 0)]
-        graph = captured_window(engine, [arrays_of(device, 0)], out=[None, None, out[2]])
-        out[2].array = device.put(values_of(1)[2])
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match="component 'head' is not at the address"):
+    def test_so_is_a_weight(self, device):
+        class Weight(Movable):
+            def __dlpack__(self, **options):
+                return self.array.__dlpack__(stream=options["stream"])
+
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        engine, arrays, weight = new_engine(device), arrays_of(device, 0), Weight(device.put(np.array(2.0)))
+        graph = captured_window(engine, [arrays], [weight])
+        weight.array = device.put(np.array(2.0))
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match="weight"):
             graph.replay()
 
     @pytest.mark.parametrize("what", ["gradients", "destinations"])
@@ -388,168 +339,11 @@ class TestMoved:
         graph.replay()
         del owner
         gc.collect()
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'layers.1.w' .* freed: got a weak ref"):
+        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'layers.1.w' .*freed"):
             graph.replay()
         assert engine.current_step == 1
         graph.repoint([arrays], out=[None, *arrays_of(device, 2)[1:]] if options else None)
         assert graph.replay().step == 1
-
-    def test_repoint_reads_other_memory(self, device):
-        engine, weights = new_engine(device, hold=2), [1.0, 3.0]
-        batches, others = ([arrays_of(device, seed) for seed in seeds] for seeds in ((0, 1), (5, 6)))
-        graph = captured_window(engine, batches, weights)
-        before = bits_of(graph.replay())
-        graph.repoint(others)
-        assert bits_of(graph.result) == before  # nothing has run
-        for batch in batches:
-            refill(device, batch, [np.full(slot.shape, NAN, np.float32) for slot in SMALL.slots])
-        result = graph.replay()
-        assert bits_of(result) == bits_of(eager(device, [values_of(5), values_of(6)], weights))
-        assert (result.step, result.weight) == (1, 4.0)
-        graph.repoint(others[::-1])
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(6), values_of(5)], weights))
-
-    def test_repoint_of_destinations(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        first, second = arrays_of(device, 1), arrays_of(device, 2)
-        graph = captured_window(engine, [arrays], out=first)
-        graph.repoint([arrays], out=second)
-        graph.replay()
-        wanted = bits_of(eager(device, [values_of(0)]))
-        assert [on_host(array).tobytes() for array in second] == list(wanted.values())
-        assert [on_host(array).tobytes() for array in first] == [value.tobytes() for value in values_of(1)]
-
-    def test_destinations_of_one_repoint_are_those_of_the_next(self, device):
-        first, last = (put_all(device, [np.zeros(s.shape, np.float32) for s in SMALL.slots]) for _ in range(2))
-        graph = captured_window(new_engine(device), [arrays_of(device, 0)], out=first)
-        graph.repoint([arrays_of(device, 1)], out=last)
-        graph.repoint([arrays_of(device, 2)])
-        graph.replay()
-        wanted = eager(device, [values_of(2)]).gradients
-        assert [on_host(array).tobytes() for array in last] == [on_host(array).tobytes() for array in wanted.values()]
-        assert not any(on_host(array).any() for array in first)
-
-    def test_repoint_keeps_it_deferred(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays], deferred=True)
-        graph.repoint([arrays])
-        got = graph.replay().sums.values()
-        assert [on_host(array).tobytes() for array in got] == [value.tobytes() for value in values_of(0)]
-
-    @pytest.mark.parametrize(
-        ("batches", "error", "message"),
-        [
-            (lambda good: [], CallerError, "cannot be replayed with these: got 0 micro-batches, expected 1"),
-            (lambda good: [good, good], CallerError, "got 2 micro-batches, expected 1"),
-            (lambda good: [good[:2]], LayoutMismatch, "got 2, expected 3"),
-            (lambda good: [[*good[:2], np.ones(1, np.float32)]], BufferRefused, "'head' is on another device"),
-            (
-                lambda good: [{"layers.0.w": [good[0]], "layers.1.w": good[1], "head": good[2]}],
-                BufferRefused,
-                "'layers.0.w' is not an array on a GPU: got list",
-            ),
-            (
-                lambda good: [[good[0], None, good[2]]],
-                CallerError,
-                "'layers.1.w' lacks a gradient in micro-batch 0, other than at the capture: got 2 components",
-            ),
-        ],
-    )
-    def test_a_repoint_that_fails_leaves_the_graph(self, device, batches, error, message):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        with pytest.raises(error, match=message):
-            graph.repoint(batches(arrays_of(device, 1)))
-        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_repoint_without_destinations_at_the_capture(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        with pytest.raises(CallerError, match="captured without destinations"):
-            graph.repoint([arrays], out=arrays_of(device, 1))
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_repoint_to_other_destinations_than_were_wanted(self, device):
-        engine, arrays, there = new_engine(device), arrays_of(device, 0), arrays_of(device, 1)
-        graph = captured_window(engine, [arrays], out=[None, *there[1:]])
-        with pytest.raises(CallerError, match=r"'layers.0.w' has a destination, other than at the capture"):
-            graph.repoint([arrays], out=there)
-
-    def test_repoint_with_an_array_twice_in_one_fold(self, device):
-        engine, batches = new_engine(device, hold=2), [arrays_of(device, seed) for seed in range(4)]
-        graph = captured_window(engine, batches)
-        graph.repoint([*batches[:2], *batches[:2]])
-        with pytest.raises(BufferRefused, match=r"'layers.0.w' is held already at the same address"):
-            graph.repoint([batches[0], batches[0], *batches[2:]])
-
-    def test_repoint_is_one_copy(self, emulated):
-        batches, others = ([arrays_of(emulated, seed) for seed in seeds] for seeds in (range(3), range(3, 6)))
-        there = arrays_of(emulated, 8), arrays_of(emulated, 9)
-        graph = captured_window(new_engine(emulated), batches, out=there[0])
-        graph.repoint(others, out=there[1])  # which brings pinned memory to the pool
-        synchronize(emulated)
-        with cuda_emulator.recorded() as record:
-            graph.repoint(batches, out=there[0])
-        assert (record.operations, record.allocations, record.waits) == (["copy host to device"], [], [])
-
-    def test_repoint_with_more_addresses_than_a_block_of_them_has(self, device):
-        count = 300
-        layout = GradientLayout.of({f"w{i}": (1 + i % 5,) for i in range(count)})
-        batches = [arrays_of(device, seed, layout) for seed in range(30)]
-        graph = captured_window(new_engine(device, layout), batches)
-        graph.repoint(batches[::-1])
-        wanted = eager(device, [values_of(seed, layout) for seed in range(30)][::-1], layout=layout)
-        assert bits_of(graph.replay()) == bits_of(wanted)
-
-    def test_repoint_keeps_what_else_was_captured(self, device):
-        """Work of one's own between the adds is part of the graph."""
-        engine, arrays, others = new_engine(device), arrays_of(device, 0), arrays_of(device, 1)
-        with engine.capture() as graph:
-            engine.add(arrays)
-            head = engine.accumulator.target_of(SMALL.slot("head"))
-            device.kernels.scale([head], np.float32(2), [head])
-            engine.step(deferred=True)
-        graph.repoint([others])
-        sums = [on_host(array) for array in graph.replay().sums.values()]
-        w0, w1, head = values_of(1)
-        assert [array.tobytes() for array in sums] == [array.tobytes() for array in (w0, w1, 2 * head)]
-
-    def test_repoint_to_another_dtype(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        short = [value.astype(np.float16) for value in values_of(1)]
-        graph = captured_window(engine, [arrays])
-        graph.repoint([put_all(device, short)])
-        assert bits_of(graph.replay()) == bits_of(eager(device, [short]))
-
-    @pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
-    def test_a_repoint_that_ends_before_its_copy(self, device, monkeypatch, fault):
-        """An error leaves the graph as it was; an interrupt may have come after the copy, and leaves none."""
-
-        def fail(*_):
-            raise fault
-
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        others = arrays_of(device, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(device.kernels.device, "copied_into", fail)
-            with pytest.raises(fault):
-                graph.repoint([others])
-        if fault is KeyboardInterrupt:
-            engine.discard()
-            with pytest.raises(WindowError, match="nothing was recorded"):
-                graph.replay()
-        else:
-            assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_windows_by_blocks_are_not_repointed(self, device):
-        engine, (w0, w1, head) = new_engine(device), arrays_of(device, 0)
-        with engine.capture() as graph:
-            engine.add_block(0, [w0]), engine.add_block(1, [w1]), engine.add_non_block("head", head)
-            engine.step()
-        with pytest.raises(CallerError, match="expected a window added in whole micro-batches"):
-            graph.repoint([[w0, w1, head]])
 
     def test_addresses_by_every_way_a_framework_has(self, device):
         array = arrays_of(device, 0)[0]
@@ -561,8 +355,8 @@ class TestMoved:
         class OwnBuffer(RawBuffer):
             pass
 
-        raw = [kind(pointer, 15, "float32", "cuda:0") for kind in (RawBuffer, OwnBuffer)]
-        sources = [array, Movable(array), Interface(), *raw]
+        pointers = [kind(pointer, 15, "float32", "cuda:0") for kind in (RawBuffer, OwnBuffer)]
+        sources = [array, Movable(array), Interface(), *pointers]
         assert addresses_of(sources) == [pointer] * len(sources)
         for source in sources:
             assert addresses_of([source, source]) == [pointer] * 2
@@ -570,217 +364,195 @@ class TestMoved:
         assert addresses_of([]) == []
 
 
-class TestCounting:
-    def test_each_replay_is_a_step(self, device):
-        engine = new_engine(device)
-        graph = captured_window(engine, [arrays_of(device, 0)])
-        assert [graph.replay().step for _ in range(7)] == list(range(7))
-        assert engine.current_step == 7
-        synchronize(device)
-        graph.replay()
-        synchronize(device)
-        verdict = engine.latest_verdict
-        assert (verdict.step, verdict.bad_steps, verdict.skipped) == (8, 0, False)
-        assert verdict.norm == float(graph.result.norm)
+class TestRepoint:
+    def test_it_reads_other_memory_of_any_dtype_and_runs_nothing(self, device):
+        engine, weights = new_engine(device, hold=2), [1.0, 3.0]
+        batches, others = ([arrays_of(device, seed) for seed in seeds] for seeds in ((0, 1), (5, 6)))
+        graph = captured_window(engine, batches, weights)
+        before = bits_of(graph.replay())
+        graph.repoint(others)
+        assert bits_of(graph.result) == before
+        for batch in batches:
+            refill(device, batch, [np.full(slot.shape, NAN, np.float32) for slot in SMALL.slots])
+        result = graph.replay()
+        assert (bits_of(result), result.step, result.weight) == (eager(device, 5, 6, weights=weights), 1, 4.0)
+        short = [value.astype(np.float16) for value in values_of(1)]
+        graph.repoint([others[1], put_all(device, short)])
+        assert bits_of(graph.replay()) == eager(device, 6, short, weights=weights)
 
-    @pytest.mark.parametrize("before", ["a window that was refused", "another worker"])
-    def test_of_steps_that_the_device_did_not_see(self, device, before):
-        """A verdict is known by its step's number: a NaN of a later replay was taken for another step's, and missed."""
-        if before == "another worker":
+    def test_destinations_stay_until_others_are_given(self, device):
+        first, second = (put_all(device, [np.zeros(s.shape, np.float32) for s in SMALL.slots]) for _ in range(2))
+        _, arrays, graph = captured(device, out=first)
+        graph.repoint([arrays], out=second)
+        graph.repoint([arrays_of(device, 2)])
+        result = graph.replay()
+        assert bytes_of(second) == list(eager(device, 2).values()) == list(bits_of(result).values())
+        assert not any(on_host(array).any() for array in first)
 
-            def step(exchange):
-                engine = new_engine(device, exchange=exchange, on_non_finite="skip")
-                engine.add(arrays_of(device, 0))
-                engine.step()
-                return engine
+    def test_what_else_was_captured_stays_as_it_is(self, device):
+        """Work of one's own between the adds is part of the graph, and the step stays deferred."""
+        engine, arrays = new_engine(device), arrays_of(device, 0)
+        with engine.capture() as graph:
+            engine.add(arrays)
+            head = engine.accumulator.target_of(SMALL.slot("head"))
+            device.kernels.scale([head], np.float32(2), [head])
+            engine.step(deferred=True)
+        graph.repoint([arrays_of(device, 1)])
+        w0, w1, head = values_of(1)
+        assert bytes_of(graph.replay().sums.values()) == [array.tobytes() for array in (w0, w1, 2 * head)]
 
-            engine = on_ranks(step, 2)[0]
-            engine.exchange.close()
-            engine.reconnect(*local_group(1))
-        else:
-            engine = new_engine(device, loss_scale=2.0**60, on_non_finite="skip")
-            engine.add(arrays_of(device, 0), 2.0**100)
-            with pytest.raises(WindowError, match="discard"):
-                engine.step()
+    def test_with_more_addresses_than_a_block_of_them_has(self, device, monkeypatch):
+        monkeypatch.setattr("gradengine.kernels.graphs._BLOCK", 8)
+        batches = [arrays_of(device, seed) for seed in range(5)]
+        graph = captured_window(new_engine(device), batches)
+        graph.repoint(batches[::-1])
+        assert bits_of(graph.replay()) == eager(device, *range(5)[::-1])
+
+    @pytest.mark.parametrize(
+        ("given", "error", "word"),
+        [
+            (lambda good: [[]], CallerError, "got 0 micro-batches, expected 1"),
+            (lambda good: [[good, good]], CallerError, "got 2 micro-batches, expected 1"),
+            (lambda good: [[good[:2]]], LayoutMismatch, "got 2, expected 3"),
+            (lambda good: [[[*good[:2], np.ones(1, np.float32)]]], BufferRefused, "head"),
+            (lambda good: [[named([good[:1], *good[1:]])]], BufferRefused, "layers.0.w"),
+            (lambda good: [[[good[0], None, good[2]]]], CallerError, "'layers.1.w' lacks a gradient in micro-batch 0"),
+            (lambda good: [[good], good], CallerError, "'layers.0.w' has a destination"),
+        ],
+    )
+    def test_one_that_fails_leaves_the_graph(self, device, given, error, word):
+        engine, _, graph = captured(device, out=[None, *arrays_of(device, 8)[1:]])
+        with pytest.raises(error, match=word):
+            graph.repoint(*given(arrays_of(device, 1)))
+        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
+        assert bits_of(graph.replay()).items() <= eager(device, 0).items()
+
+    def test_windows_that_are_not_repointed(self, device):
+        engine, arrays, graph = captured(device)
+        with pytest.raises(CallerError, match="captured without destinations"):
+            graph.repoint([arrays], out=arrays_of(device, 1))
+        with engine.capture() as graph:
+            engine.add_block(0, arrays[:1]), engine.add_block(1, arrays[1:2]), engine.add_non_block("head", arrays[2])
+            engine.step()
+        with pytest.raises(CallerError, match="whole micro-batches"):
+            graph.repoint([arrays])
+
+    def test_an_array_twice_in_one_fold(self, device):
+        engine, batches = new_engine(device, hold=2), [arrays_of(device, seed) for seed in range(4)]
+        graph = captured_window(engine, batches)
+        graph.repoint([*batches[:2], *batches[:2]])
+        with pytest.raises(BufferRefused, match=r"'layers.0.w' is held"):
+            graph.repoint([batches[0], batches[0], *batches[2:]])
+
+    @pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
+    def test_one_that_ends_before_its_copy(self, device, monkeypatch, fault):
+        """An error leaves the graph as it was; an interrupt may have come after the copy, and leaves none."""
+
+        def fail(*_):
+            raise fault
+
+        engine, _, graph = captured(device)
+        others = arrays_of(device, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(device.kernels.device, "copied_into", fail)
+            with pytest.raises(fault):
+                graph.repoint([others])
+        if fault is KeyboardInterrupt:
             engine.discard()
-        arrays = arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        good = graph.replay()
-        values = values_of(0)
-        values[1][4] = NAN
-        refill(device, arrays, values)
-        bad = graph.replay()
-        assert (good.step, bad.step, bad.non_finite.step, good.non_finite) == (1, 2, 2, None)
+            with pytest.raises(WindowError, match="nothing was recorded"):
+                graph.replay()
+        else:
+            assert bits_of(graph.replay()) == eager(device, 0)
 
 
 class TestVerdict:
-    def bad(self, device, arrays, index=4):
+    def test_of_a_step_behind_one_that_the_device_did_not_see(self, device):
+        """A verdict is known by its step's number: a NaN of a later replay was taken for another step's, and missed."""
+        engine = new_engine(device, loss_scale=2.0**60, on_non_finite="skip")
+        engine.add(arrays_of(device, 0), 2.0**100)
+        with pytest.raises(WindowError, match="discard"):
+            engine.step()
+        engine.discard()
+        arrays = arrays_of(device, 0)
+        graph = captured_window(engine, [arrays])
+        good = graph.replay()
+        self.spoil(device, arrays)
+        bad = graph.replay()
+        assert (good.step, bad.step, bad.non_finite.step, good.non_finite) == (1, 2, 2, None)
+
+    def spoil(self, device, arrays, index=4):
         values = values_of(0)
         values[1][index] = NAN
         refill(device, arrays, values)
 
-    @pytest.mark.parametrize("call", ["replay", "add", "step"])
-    def test_raised_late_by_what_comes_next(self, device, call):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        graph.replay()
-        self.bad(device, arrays)
-        result = graph.replay()
-        assert float(result.skipped) == 1.0
-        assert not any(on_host(array).any() for array in result.gradients.values())
-        synchronize(device)
-        others = arrays_of(device, 1)
-        calls = {"replay": graph.replay, "add": lambda: engine.add(others), "step": engine.step}
-        with nothing_is_launched(device), pytest.raises(NonFiniteGradient) as caught:
-            calls[call]()
-        error = caught.value
-        assert (error.component, error.index, error.step, error.is_late) == ("layers.1.w", 4, 1, True)
-        assert engine.current_step == 2
-        refill(device, arrays, values_of(0))
-        result = graph.replay()
-        assert (result.step, bits_of(result)) == (2, bits_of(eager(device, [values_of(0)])))
-
-    def test_each_replay_is_shown_and_the_recording_is_not(self, device):
-        engine, arrays, seen = new_engine(device), arrays_of(device, 0), []
+    @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
+    def test_a_loop_of_replays_tells_every_last_bad_step(self, device, policy):
+        engine, arrays, told = new_engine(device, on_non_finite=policy), arrays_of(device, 0), []
+        seen = []
         engine.on_step(lambda result: seen.append(result.step))
-        graph = captured_window(engine, [arrays])
-        assert seen == []
-        graph.replay()
-        graph.replay()
-        assert seen == [0, 1]
-
-    def test_check_of_a_replay(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        graph.replay().check()
-        self.bad(device, arrays, index=2)
-        result = graph.replay()
-        with pytest.raises(NonFiniteGradient) as caught:
-            result.check()
-        assert (caught.value.step, caught.value.index) == (1, 2)
-        refill(device, arrays, values_of(0))
-        synchronize(device)
-        result = graph.replay()  # told once
-        result.check()
-        assert result.step == 2
-
-    def test_a_loop_of_replays_tells_every_last_bad_step(self, device):
-        engine, arrays, told = new_engine(device), arrays_of(device, 0), []
         graph = captured_window(engine, [arrays])
         step, bad = 0, {1, 2, 5, 6, 9}
         while step < 13:
-            if step in bad:
-                self.bad(device, arrays, step % 7)
-            else:
-                refill(device, arrays, values_of(0))
-            step = max(step, self.replayed(graph, told))
-        for _ in range(3):
+            self.spoil(device, arrays, step % 7) if step in bad else refill(device, arrays, values_of(0))
+            try:
+                result = graph.replay()
+                assert bool(np.isnan(on_host(result.gradients["layers.1.w"])).any()) == (
+                    policy == "pass" and step in bad
+                )
+                step = result.step + 1
+            except NonFiniteGradient as error:
+                told.append((error.step, error.component, error.index, error.is_late, engine.current_step))
             synchronize(device)
-            self.replayed(graph, told)
-        assert engine.latest_verdict.bad_steps == len(bad)
-        assert told == sorted(set(told))
-        assert told[-1] == (9, 2)
+        assert seen == list(range(13))  # the recording is not shown
+        verdict = engine.latest_verdict
+        assert (verdict.step, verdict.bad_steps, verdict.norm) == (13, len(bad), number_of(graph.result.norm))
+        errors = [(step, "layers.1.w", step % 7, True, step + 1) for step in sorted(bad)]
+        assert told == (errors if policy == "raise" else [])
 
-    def replayed(self, graph, told):
-        """The steps that are over afterwards, or 0 where an earlier one's error came instead."""
-        try:
-            return graph.replay().step + 1
-        except NonFiniteGradient as error:
-            told.append((error.step, error.index))
-            return 0
 
-    @pytest.mark.parametrize("policy", ["skip", "pass"])
-    def test_policies_that_raise_nothing(self, device, policy):
-        engine, arrays = new_engine(device, on_non_finite=policy), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        self.bad(device, arrays)
-        for _ in range(3):
-            result = graph.replay()
-            synchronize(device)
-        assert float(result.skipped) == (policy == "skip")
-        assert np.isnan(on_host(result.gradients["layers.1.w"])[4]) == (policy == "pass")
-        assert result.non_finite.step == 2
-        assert engine.latest_verdict.bad_steps == 3
+#: Calls of an engine, with gradients and CuPy, that a capture does not allow, and what is raised then.
+MISUSE = {
+    "no step": (lambda e, a, x: e.add(a), WindowError, "no step was made"),
+    "nothing": (lambda e, a, x: None, WindowError, "no step was made"),
+    "an empty step": (lambda e, a, x: e.step(), WindowError, "without a micro-batch"),
+    "a dropped one": (lambda e, a, x: (e.add(a), e.discard(), e.step()), WindowError, "without a micro-batch"),
+    "nothing counted": (lambda e, a, x: e.add(None, weight=0), WindowError, "that count"),
+    "components": (lambda e, a, x: e.micro_batch(), WindowError, "takes whole micro-batches"),
+    "another add": (lambda e, a, x: (e.add(a), e.step(), e.add(a)), WindowError, "holds one window"),
+    "a block": (lambda e, a, x: (e.add(a), e.step(), e.add_block(0, a[:1])), WindowError, "holds one window"),
+    "a part": (lambda e, a, x: (e.add(a), e.step(), e.add_non_block("head", a[2])), WindowError, "one window"),
+    "another step": (lambda e, a, x: (e.add(a), e.step(), e.step()), WindowError, "holds one window"),
+    "another capture": (lambda e, a, x: (e.add(a), e.step(), e.capture()), WindowError, "is being captured"),
+    "saving": (lambda e, a, x: e.state_dict(), WindowError, "is being captured"),
+    "the user's error": (lambda e, a, x: (e.add(a), e.step(), 1 / 0), ZeroDivisionError, ""),
+    "a number": (lambda e, a, x: (e.add(a), float(e.step().norm)), RuntimeError, "(?i)captur"),
+    "a wait": (lambda e, a, x: (e.add(a), x.cuda.get_current_stream().synchronize()), RuntimeError, "(?i)captur"),
+}
 
 
 class TestMisuse:
-    def capture(self, engine, *calls):
-        with engine.capture():
-            for call in calls:
-                call()
+    """Whatever was refused, the engine and the stream are as before."""
 
-    def assert_as_before(self, device, engine):
-        """The stream works, nothing is open, and the next step is the first."""
-        stream = device.xp.cuda.get_current_stream()
-        assert not stream.is_capturing()
-        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
-        engine.add(arrays_of(device, 3))
-        result = engine.step()
-        assert (result.step, bits_of(result)) == (0, bits_of(eager(device, [values_of(3)])))
-        result.check()
-        engine.discard()
-        graph = captured_window(engine, [arrays_of(device, 4)])
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(4)]))
-
-    def test_on_the_cpu(self):
-        with pytest.raises(CallerError, match="only a GPU's steps can be captured: got device 'cpu'"):
-            GradientEngine(SMALL).capture()
-
-    def test_with_a_window_open(self, device):
+    @pytest.mark.parametrize("what", MISUSE)
+    def test_a_call_that_a_capture_does_not_allow(self, device, what):
+        call, error, word = MISUSE[what]
         engine, arrays = new_engine(device), arrays_of(device, 0)
-        engine.add(arrays)
-        with pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
-            engine.capture()
-        assert bits_of(engine.step()) == bits_of(eager(device, [values_of(0)]))
-
-    def test_replay_with_a_window_open(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        engine.add(arrays_of(device, 1))
-        with nothing_is_launched(device), pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
-            graph.replay()
-        result = engine.step()
-        assert (result.step, bits_of(result)) == (0, bits_of(eager(device, [values_of(1)])))
-        assert graph.replay().step == 1
-
-    def test_without_a_step(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        with pytest.raises(WindowError, match=r"no step was made inside capture\(\)"), engine.capture() as graph:
-            engine.add(arrays)
+        with pytest.raises(error, match=word or None), engine.capture() as graph:
+            call(engine, arrays, device.xp)
         with nothing_is_launched(device), pytest.raises(WindowError, match="nothing was recorded"):
             graph.replay()
         self.assert_as_before(device, engine)
 
-    def test_with_nothing_at_all(self, device):
-        engine = new_engine(device)
-        with pytest.raises(WindowError, match="no step was made"), engine.capture():
-            pass
-        self.assert_as_before(device, engine)
-
-    def test_a_step_without_a_micro_batch(self, device):
-        engine = new_engine(device)
-        with pytest.raises(WindowError, match="step 0 without a micro-batch"), engine.capture():
-            engine.step()
-        self.assert_as_before(device, engine)
-
-    @pytest.mark.parametrize("again", ["add", "add_block", "add_non_block", "step"])
-    def test_more_than_one_window(self, device, again):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        calls = {
-            "add": lambda: engine.add(arrays),
-            "add_block": lambda: engine.add_block(0, arrays[:1]),
-            "add_non_block": lambda: engine.add_non_block("head", arrays[2]),
-            "step": engine.step,
-        }
-        with pytest.raises(WindowError, match="a capture holds one window"):
-            self.capture(engine, lambda: engine.add(arrays), engine.step, calls[again])
-        self.assert_as_before(device, engine)
-
-    def test_an_error_of_ones_own_inside(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        with pytest.raises(ZeroDivisionError):
-            self.capture(engine, lambda: engine.add(arrays), engine.step, lambda: 1 / 0)
-        self.assert_as_before(device, engine)
+    def assert_as_before(self, device, engine):
+        """The stream works, nothing is open, and the next step is the first."""
+        assert not device.xp.cuda.get_current_stream().is_capturing()
+        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
+        engine.add(arrays_of(device, 3))
+        result = engine.step()
+        assert (result.step, bits_of(result)) == (0, eager(device, 3))
+        result.check()
+        engine.discard()
+        assert bits_of(captured_window(engine, [arrays_of(device, 4)]).replay()) == eager(device, 4)
 
     def test_a_step_that_is_interrupted_inside(self, device, monkeypatch):
         def interrupted(*arguments):
@@ -790,62 +562,47 @@ class TestMisuse:
         with monkeypatch.context() as patch:
             patch.setattr(type(device.kernels), "hand_back", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                self.capture(engine, lambda: engine.add(arrays), engine.step)
+                captured_window(engine, [arrays])
         self.assert_as_before(device, engine)
 
-    @pytest.mark.parametrize("wait", ["a number", "the stream"])
-    def test_waiting_for_the_device_inside(self, device, wait):
-        """The driver ends the capture then; the engine and the stream are as before."""
-        engine, arrays, xp = new_engine(device), arrays_of(device, 0), device.xp
-        waits = {
-            "a number": lambda: float(engine.step().norm),
-            "the stream": lambda: xp.cuda.get_current_stream().synchronize(),
-        }
-        with pytest.raises(RuntimeError, match=r"(?i)captur"):
-            self.capture(engine, lambda: engine.add(arrays), waits[wait])
-        self.assert_as_before(device, engine)
-
-    @pytest.mark.parametrize("bad", [3.0, "abc", [1.0, 2.0, 3.0]])
-    def test_gradients_that_are_refused_inside(self, device, bad):
+    def test_gradients_that_are_refused_inside_are_no_part_of_it(self, device):
         engine, arrays = new_engine(device), arrays_of(device, 0)
         with engine.capture() as graph:
-            with pytest.raises((LayoutMismatch, BufferRefused)):
-                engine.add(bad)
-            engine.add(arrays)  # and nothing of the others is in the graph
+            for bad in (3.0, "abc", [1.0, 2.0, 3.0]):
+                with pytest.raises((LayoutMismatch, BufferRefused)):
+                    engine.add(bad)
+            engine.add(arrays)
             engine.step()
-        assert bits_of(graph.replay()) == bits_of(eager(device, [values_of(0)]))
+        assert bits_of(graph.replay()) == eager(device, 0)
         graph.repoint([arrays])
 
-    def test_a_window_dropped_inside_may_begin_anew(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        with pytest.raises(WindowError, match="step 0 without a micro-batch"):
-            self.capture(engine, lambda: engine.add(arrays), engine.discard, engine.step)
-        self.assert_as_before(device, engine)
-
-    def test_a_capture_inside_another(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        with pytest.raises(WindowError, match="a window is being captured"):
-            self.capture(engine, lambda: engine.add(arrays), engine.step, engine.capture)
-        self.assert_as_before(device, engine)
-
     def test_a_replay_inside_another_capture(self, device):
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        graph = captured_window(engine, [arrays])
-        with pytest.raises(WindowError, match="a window is being captured"), engine.capture():
+        engine, _, graph = captured(device)
+        with pytest.raises(WindowError, match="is being captured"), engine.capture():
             graph.replay()
         self.assert_as_before(device, engine)
 
+    def test_with_a_window_open(self, device):
+        engine, arrays, graph = captured(device)
+        engine.add(arrays_of(device, 1))
+        for call in (engine.capture, graph.replay, lambda: graph.repoint([arrays])):
+            with nothing_is_launched(device), pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
+                call()
+        result = engine.step()
+        assert (result.step, bits_of(result)) == (0, eager(device, 1))
+        assert graph.replay().step == 1
+        with pytest.raises(CallerError, match="check"):
+            graph.replay(check="no")
+
     def test_with_an_exchange(self, emulated):
         """Neither captured nor replayed: the other workers' sums are no part of a graph."""
-        before = new_engine(emulated)
-        graph = captured_window(before, [arrays_of(emulated, 0)])
+        before, _, graph = captured(emulated)
 
         def one(exchange):
             engine = before if exchange.rank == 0 else new_engine(emulated)
             engine.reconnect(exchange)
-            calls = [engine.capture, *([graph.replay] if exchange.rank == 0 else [])]
-            for call in calls:
-                with pytest.raises(CallerError, match="a step with an exchange waits for other workers"):
+            for call in [engine.capture, *([graph.replay] if exchange.rank == 0 else [])]:
+                with pytest.raises(CallerError, match="waits for other workers"):
                     call()
             return engine.current_step
 

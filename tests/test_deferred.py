@@ -1,9 +1,10 @@
-"""Verdicts that come late: each bad step is told once, in whatever order word of it comes."""
+"""Verdicts that come late: each bad step is told once, in whatever order word of it comes, and no window is lost."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from devices import all_on_host, bits_of, number_of, put_all, synchronize
 
 from gradengine.deferred import DeferredErrors
 from gradengine.engine import GradientEngine
@@ -19,10 +20,11 @@ def verdict(step, bad_steps=0, bad_step=0, component=0, index=0):
 
 
 class Device:
-    """A readback that says what it is told to say: what has arrived, and what a wait would find."""
+    """A readback that says what it is told to say: what has arrived, what a wait would find; and notes what it gets."""
 
     def __init__(self):
-        self.arrived, self.now, self.sent = [], verdict(0), 0
+        self.arrived, self.now, self.sent, self.counted_from = [], verdict(0), 0, []
+        self.count_from = self.counted_from.append
 
     def newest(self):
         return self.arrived.pop(0) if self.arrived else None
@@ -44,158 +46,222 @@ def told(late):
 
 
 @pytest.fixture
-def device():
+def device_said():
     return Device()
 
 
 @pytest.fixture
-def late(device):
-    return DeferredErrors(device, LAYOUT)
+def late(device_said):
+    return DeferredErrors(device_said, LAYOUT)
 
 
-def test_each_bad_step_is_told_once(device, late):
-    assert told(late) is None
-    device.arrived = [verdict(1), verdict(2, 1, 2, 1, 1), verdict(3, 1, 2, 1, 1)]
-    assert told(late) is None
-    error = told(late)
-    assert (error.component, error.index, error.step, error.is_late) == ("head", 1, 1, True)
-    assert told(late) is None
-    assert late.latest() == verdict(3, 1, 2, 1, 1)
-    assert told(late) is None
+def test_each_bad_step_is_told_once_and_of_several_the_last(device_said, late):
+    device_said.arrived = [verdict(1), verdict(2, 1, 2, 1, 1), verdict(3, 1, 2, 1, 1), verdict(6, 3, 5, 0, 2)]
+    found = [told(late) for _ in range(6)]
+    assert [error and (error.component, error.index, error.step, error.is_late) for error in found] == [
+        *(None, ("head", 1, 1, True), None, ("w", 2, 4, True), None, None)
+    ]
+    assert late.latest() == verdict(6, 3, 5, 0, 2)
 
 
-def test_a_weight_that_makes_no_divisor_is_told_once_whatever_passes(device):
-    late = DeferredErrors(device, LAYOUT, raises=False)
-    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=-3.0)
-    device.arrived = [verdict(1), bad, replace(bad, step=3)]
-    assert told(late) is None
-    with pytest.raises(WindowError, match=r"the window of step 1 is out of range: zeros .*got -3 in all"):
-        late.raise_pending()
-    assert told(late) is None
-    device.now = replace(bad, step=3)
-    late.raise_of_step(0)
-    with pytest.raises(WindowError, match=r"the window of step 1 is out of range"):
-        late.raise_of_step(1)
-    assert late.of_step(1) is None
-
-
-def test_of_several_the_last_is_told(device, late):
-    device.arrived = [verdict(5, 3, 4, 0, 2)]
-    assert (told(late).step, late.latest().bad_steps) == (3, 3)
-
-
-def test_word_that_is_older_than_what_was_read_tells_nothing_again(device, late):
+def test_word_that_is_older_than_what_was_read_tells_nothing_again(device_said, late):
     """check() has read two bad steps; the first one's verdict arrives alone, then the second one's."""
-    device.now = verdict(2, 2, 2)
-    assert late.of_step(1).step == 1
-    device.arrived = [verdict(1, 1, 1), verdict(2, 2, 2)]
-    assert told(late) is None
-    assert told(late) is None
-    device.arrived = [verdict(3, 3, 3)]
-    assert told(late).step == 2
+    device_said.now = verdict(2, 2, 2)
+    assert [late.of_step(1).step for _ in range(2)] == [1, 1]  # as often as one asks
+    device_said.arrived = [verdict(1, 1, 1), verdict(2, 2, 2), verdict(3, 3, 3)]
+    assert [told(late), told(late), told(late).step] == [None, None, 2]
 
 
-def test_another_steps_verdict_is_still_to_be_told(device, late):
-    device.now = verdict(2, 1, 1)
+def test_another_steps_verdict_is_still_to_be_told(device_said, late):
+    device_said.now = verdict(2, 1, 1)
     assert late.of_step(1) is None
-    device.arrived = [verdict(2, 1, 1)]
-    assert told(late).step == 0
-
-
-def test_asking_twice_is_answered_twice(device, late):
-    device.now = verdict(1, 1, 1)
-    assert [late.of_step(0).step for _ in range(2)] == [0, 0]
-
-
-def test_a_wait_finds_what_has_not_arrived(device, late):
-    late._readback.read = lambda: verdict(4, 1, 3, 1, 1)
     late.wait()
-    assert (told(late).step, told(late)) == (2, None)
+    assert (told(late).step, told(late)) == (0, None)
 
 
-def test_word_that_is_older_than_what_was_waited_for_is_not_the_latest(device, late):
-    device.now = verdict(5)
+def test_of_a_step_before_the_last_bad_one_it_is_known_only_whether_that_was_the_only_one(device_said, late):
+    device_said.now = verdict(4, 1, 3)
+    assert late.of_step(1) is None
+    device_said.now = verdict(4, 2, 3)
+    for ask in (late.of_step, late.raise_of_step):
+        with pytest.raises(WindowError, match="step 1 was finite is no longer known"):
+            ask(1)
+
+
+def test_word_that_is_older_than_what_was_waited_for_is_not_the_latest(device_said, late):
+    device_said.now = verdict(5)
     late.wait()
-    device.arrived = [verdict(3), verdict(6)]
+    device_said.arrived = [verdict(3), verdict(6)]
     assert [late.latest().step for _ in range(2)] == [5, 6]
 
 
-def test_the_device_counts_from_where_the_engine_stands_and_is_told_only_where_it_does_not(device, late):
-    told = []
-    device.count_from = told.append
-    assert late.note_queued(0) == 1
-    for step in (1, 2, 5, 6):
+def test_what_a_check_has_raised_is_told(device_said, late):
+    device_said.now = verdict(2, 1, 2)
+    late.raise_of_step(0)
+    with pytest.raises(NonFiniteGradient):
+        late.raise_of_step(1)
+    device_said.arrived = [verdict(2, 1, 2)]
+    assert told(late) is None
+
+
+def test_the_device_counts_from_one_and_is_told_only_where_it_does_not_know(device_said, late):
+    assert [late.note_queued(step) for step in (1, 5, 0)] == [2, 6, 1]  # 0 stands for none that was bad
+    for step in (1, 2, 5, 6, 3):
         late.count_from(step)
-    assert told == [5]
-    late.count_from(3)
-    assert told == [5, 3]
+    assert device_said.counted_from == [5, 3]
 
 
-def test_a_step_that_is_dropped_may_have_been_made_where_it_was_queued(device, late):
-    device.count_from = lambda step: None
+def test_a_step_that_is_dropped_may_have_been_made_where_it_was_queued(device_said, late):
     assert not late.drop(0)
     late.count_from(0)
     assert late.drop(0)
     late.note_queued(1)
     assert [late.drop(2), late.drop(1)] == [False, False]
+    late.count_from(2)  # set anew, whatever the number
+    assert device_said.counted_from == [0, 2]
 
 
-def test_after_a_step_was_dropped_the_device_s_count_is_set_anew(device, late):
-    told = []
-    device.count_from = told.append
-    late.note_queued(0)
-    late.drop(0)
-    late.count_from(1)
-    assert told == [1]
-
-
-def test_what_a_check_has_raised_is_told(device, late):
-    device.now = verdict(2, 1, 2)
-    late.raise_of_step(0)
-    with pytest.raises(NonFiniteGradient):
-        late.raise_of_step(1)
-    device.arrived = [verdict(2, 1, 2)]
-    assert told(late) is None
-
-
-def test_the_device_counts_steps_from_one_on(device, late):
-    """0 is no step: it stands for none that was bad, and for a graph's own count."""
-    assert [late.note_queued(step) for step in (0, 1, 5)] == [1, 2, 6]
-
-
-def test_sending(device, late):
-    assert late.exist
+def test_on_the_cpu_there_are_none(device_said, late):
     late.send()
-    assert device.sent == 1
-
-
-def test_on_the_cpu_there_are_none():
-    late = GradientEngine(LAYOUT)._late
-    late.send()
-    assert (late.exist, late.latest(), told(late)) == (False, None, None)
+    assert (late.exist, device_said.sent) == (True, 1)
+    engine = GradientEngine(LAYOUT)
+    engine.add([np.ones(slot.shape, np.float32) for slot in LAYOUT.slots])
+    engine.step()
+    engine.check()
+    engine._late.send()
+    assert (engine._late.exist, engine.latest_verdict, told(engine._late)) == (False, None, None)
 
 
 FAULTS = {
-    4 * 3 + 1: (ExchangeError, "step 1 was skipped on all ranks: rank 3 was in another step than rank 0; a window was"),
-    4 * 70000 + 2: (
-        ExchangeError,
-        "rank 70000 had another loss scale, or other settings, than rank 0; set the same",
-    ),
-    3: (WindowError, "step 1 was skipped on all ranks: none of them had a micro-batch; add"),
-    0: (WindowError, "the weight of the window of step 1 is out of range: zeros were handed back: got nan in all"),
+    None: (WindowError, r"window of step 1 is out of range: .*got -3 in all"),
+    0: (WindowError, "window of step 1 is out of range: .*got nan in all"),
+    4 * 3 + 1: (ExchangeError, "step 1 .*rank 3 was in another step"),
+    4 * 70000 + 2: (ExchangeError, "rank 70000 had another loss scale"),
+    3: (WindowError, "step 1 .*none of them had a micro-batch"),
 }
 
 
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_ranks_did_not_agree_on_is_told_once_whatever_is_done_with_values(device, fault, raises):
-    late = DeferredErrors(device, LAYOUT, raises=raises)
-    told = float(np.uint64(0x7FF8 << 48 | fault).view(np.float64))
-    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=told)
-    kind, words = FAULTS[fault]
-    device.arrived, device.now = [bad], bad
+def test_what_makes_no_divisor_is_told_once_whatever_is_done_with_values(device_said, fault, raises):
+    late, (kind, words) = DeferredErrors(device_said, LAYOUT, raises=raises), FAULTS[fault]
+    weight = -3.0 if fault is None else float(np.uint64(0x7FF8 << 48 | fault).view(np.float64))
+    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=weight)
+    device_said.arrived, device_said.now = [verdict(1), bad, replace(bad, step=3)], replace(bad, step=3)
+    late.raise_pending()
     with pytest.raises(kind, match=words):
         late.raise_pending()
     late.raise_pending()
+    late.raise_of_step(0)
     with pytest.raises(kind, match=words):
         late.raise_of_step(1)
+    assert late.of_step(1) is None
+
+
+# ---- on a device ----
+
+
+def gradients_of(device, bad_at=None, value=1.0):
+    found = [np.full(slot.shape, value, np.float32) for slot in LAYOUT.slots]
+    if bad_at is not None:
+        found[0][bad_at] = np.nan
+    return put_all(device, found)
+
+
+def new_engine(device, **options):
+    return GradientEngine(LAYOUT, device.kernels, **{"max_norm": 1.0, **options})
+
+
+def stepped(engine, gradients):
+    engine.add(gradients)
+    return engine.step()
+
+
+def loop(engine, device, steps, bad, then=3):
+    """A training loop, and then good steps that are each waited for; (step, index) of each error."""
+    found, step, begun = [], engine.current_step, engine.current_step
+    while step < begun + steps + then:
+        if step >= begun + steps:
+            synchronize(device)
+        try:
+            if not engine.accumulator.accumulated_count:
+                engine.add(gradients_of(device, step % 3 if step in bad else None))
+            step = engine.step().step + 1
+        except NonFiniteGradient as error:
+            found.append((error.step, error.index))
+    return found
+
+
+@pytest.mark.parametrize("call", ["add", "add_block", "add_non_block", "micro_batch", "step", "check"])
+def test_the_next_call_raises_once_and_takes_nothing(device, call):
+    layout = GradientLayout.of({"layers.0.w": (4,), "head": (2,)})
+    engine, (w, head) = GradientEngine(layout, device.kernels, max_norm=1.0), gradients_of(device)
+    result = stepped(engine, gradients_of(device, 2))
+    assert number_of(result.skipped) == 1
+    assert not any(array.any() for array in all_on_host(result.gradients).values())
+    synchronize(device)
+    calls = {
+        "add": lambda: engine.add([w, head]),
+        "add_block": lambda: engine.add_block(0, [w]),
+        "add_non_block": lambda: engine.add_non_block("head", head),
+        "micro_batch": engine.micro_batch,
+        "step": engine.step,
+        "check": engine.check,
+    }
+    with pytest.raises(NonFiniteGradient) as caught:
+        calls[call]()
+    error = caught.value
+    assert (error.component, error.index, error.step, error.is_late) == ("layers.0.w", 2, 0, True)
+    assert (engine.accumulator.accumulated_count, engine.current_step) == (0, 1)
+    wanted = stepped(GradientEngine(layout, device.kernels, max_norm=1.0), [w, head])
+    assert bits_of(stepped(engine, [w, head])) == bits_of(wanted)
+    engine.check()
+
+
+@pytest.mark.usefixtures("lazy")
+def test_a_step_that_raises_keeps_its_window(emulated):
+    engine, good = new_engine(emulated, hold=2), gradients_of(emulated)
+    stepped(engine, gradients_of(emulated, 1))
+    engine.add(good)  # the verdict has not come yet
+    synchronize(emulated)
+    with pytest.raises(NonFiniteGradient):
+        engine.step()
+    assert (engine.accumulator.accumulated_count, engine.current_step) == (1, 1)
+    result = engine.step()
+    assert (result.step, bits_of(result)) == (1, bits_of(stepped(new_engine(emulated), good)))
+
+
+@pytest.mark.usefixtures("lazy")
+def test_check_of_a_good_step_hides_no_bad_one_of_which_the_last_is_named(emulated):
+    engine = new_engine(emulated)
+    batches = [gradients_of(emulated, index) for index in (0, 2, None)]
+    synchronize(emulated)
+    for batch in batches[:2]:
+        stepped(engine, batch)
+    stepped(engine, batches[2]).check()
+    assert loop(engine, emulated, 0, ()) == [(1, 2)]
+    assert (engine.latest_verdict.bad_steps, engine.latest_verdict.bad_step) == (2, 2)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
+def test_however_far_the_host_runs_ahead_none_is_lost(device, policy):
+    """More steps than verdicts can be under way; whoever is bad is raised once at most, the last one surely."""
+    engine, bad = new_engine(device, on_non_finite=policy), {1, 2, 5, 6, 7, 11}
+    engine.check()
+    found = loop(engine, device, 14, bad)
+    engine.check()
+    assert (engine.latest_verdict.bad_steps, engine.latest_verdict.bad_step) == (len(bad), 11 + 1)
+    assert found == sorted(set(found))
+    assert found[-1:] == ([(11, 11 % 3)] if policy == "raise" else [])
+    assert {step for step, _ in found} <= bad
+
+
+def test_the_latest_verdict_comes_without_waiting(device):
+    engine = new_engine(device, max_norm=0.5)
+    assert engine.latest_verdict is None
+    result = stepped(engine, gradients_of(device))
+    synchronize(device)
+    found = engine.latest_verdict
+    assert (found.step, found.skipped, found.bad_steps) == (1, False, 0)
+    assert [found.norm, found.scale, found.factor] == [number_of(n) for n in (result.norm, result.scale, result.factor)]
+    assert engine.latest_verdict == found

@@ -1,11 +1,9 @@
-"""`gradengine demo`, in shards and as launched ranks: what it shows, what it refuses at once, and how it ends."""
+"""`gradengine demo`, whole, in shards and as launched ranks: what it shows, what it refuses at once, how it ends."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,118 +17,86 @@ from gradengine.demo.settings import Settings, Transport
 from gradengine.exchange.environment import LAUNCHERS
 from gradengine.processes import ProcessPool
 
-SMALL = [
-    "--hidden-size",
-    "32",
-    "--blocks",
-    "1",
-    "--sequence-length",
-    "32",
-    "--learning-rate",
-    "0.03",
-    "--kv-heads",
-    "4",
-]
-PYTHON = [sys.executable, "-m", "gradengine", "demo", *SMALL]
+SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--kv-heads", "4"]
+QUICK = [*SMALL, "--learning-rate", "0.03", "--compared-steps", "4"]
+PYTHON = [sys.executable, "-m", "gradengine", "demo", *QUICK]
 
 
-def environment():
+def started(cwd, *arguments, **variables):
     root = str(Path(gradengine.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "COLUMNS": "120"}
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "120"} | variables
+    return subprocess.Popen(
+        [*PYTHON, *map(str, arguments)], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
 
 
-def run(*arguments, cwd):
-    line = [*PYTHON, "--steps", "30", "--compared-steps", "8", *arguments]
-    return subprocess.run(
-        line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=4 * SOON, check=False
-    )
+def ended(process):
+    """Exit code, output and standard error."""
+    output, error = process.communicate(timeout=4 * SOON)
+    return process.returncode, output, error
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--tp", "2"], id="tcp"),
-        pytest.param(["--tp", "2", "--transport", "unix"], id="unix"),
-        pytest.param(["--tp", "4", "--transport", "local"], id="local"),
-        pytest.param(["--tp", "2", "--workers", "1"], id="one-worker"),
-    ],
-)
-def test_the_demo_proves_all_it_claims_of_shards(tmp_path, options):
-    done = run(*options, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    proofs = re.findall(r"^ (\w+) .* (yes|NO) *$", done.stdout, re.MULTILINE)
-    assert proofs == [(name, "yes") for name in ("1", "2", "3a", "3b", "4")]
-    assert f"in {options[1]} shards" in done.stdout
-    assert "differences relative to the whole" in done.stdout
-    assert "3b runs the code of the shards twice" in done.stdout
-    assert done.stderr == ""
+def verdicts(output):
+    return re.findall(r"^ (\w+) .* (yes|NO) *$", output, re.MULTILINE)
+
+
+# ---- refused before any process is started ----
 
 
 def fails(monkeypatch, capsys, *arguments):
-    """Exit code and standard error of what is refused before any process is started."""
+    """The standard error of what is a mistake of the user."""
     monkeypatch.setattr(ProcessPool, "start", lambda pool, name: pytest.fail(f"{name} was started"))
     monkeypatch.setattr(sys, "argv", ["gradengine", "demo", *map(str, arguments)])
     with pytest.raises(SystemExit) as ending:
         main()
-    return ending.value.code, capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tp", 4], " --kv-heads cannot be divided by --tp: got 2 / 4.*pass --heads and --kv-heads that 4"),
-        (["--tp", 3], " --heads cannot be divided by --tp: got 4 / 3.*pass --heads and --kv-heads that 3"),
-        (
-            ["--tp", 3, "--heads", 6, "--kv-heads", 3],
-            " the intermediate size cannot be divided by --tp: got 256 / 3.*pass another --hidden-size",
-        ),
-        (["--heads", 5], " --hidden-size cannot be divided by --heads: got 96 / 5, which leaves 1"),
-        (["--kv-heads", 3], " --heads cannot be divided by --kv-heads: got 4 / 3, which leaves 1"),
-        (["--heads", 32, "--kv-heads", 2], " --hidden-size / --heads must be even: got 96 / 32 = 3"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_is_said_so_before_anything_is_started(monkeypatch, capsys, options, message):
-    code, error = fails(monkeypatch, capsys, *options)
-    assert code == 2
-    assert re.search(message, error)
+    error = capsys.readouterr().err
+    assert ending.value.code == 2
     assert "Traceback" not in error
+    return error
 
 
-@pytest.mark.parametrize("tp", ["1", "2"])
-@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
-def test_a_rate_at_which_nothing_is_learned_is_a_mistake_of_usage(monkeypatch, capsys, rate, tp):
-    code, error = fails(monkeypatch, capsys, "--learning-rate", rate, "--tp", tp)
-    assert code == 2
-    assert "is not a finite number above 0" in error
-    assert "Traceback" not in error
+SHARDS_OF_16 = ["--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
+MISTAKES = [
+    (["--tp", 4], "--kv-heads cannot be divided by --tp: got 2 / 4.*pass --heads and --kv-heads"),
+    (["--tp", 3], "--heads cannot be divided by --tp: got 4 / 3.*pass --heads and --kv-heads"),
+    (["--tp", 3, "--heads", 6, "--kv-heads", 3], "got 256 / 3.*pass another --hidden-size"),
+    (["--heads", 5], "--hidden-size cannot be divided by --heads: got 96 / 5"),
+    (["--kv-heads", 3], "--heads cannot be divided by --kv-heads: got 4 / 3"),
+    (["--heads", 32, "--kv-heads", 2], "--hidden-size / --heads must be even: got 96 / 32 = 3"),
+    *((["--learning-rate", rate], "above 0") for rate in ("0", "-1", "nan", "inf")),
+    (["--port", 65535, "--tp", 2, *SHARDS_OF_16], "got ports 65535 to 65536.*--port 65534"),
+    (["--port", 65530, "--tp", 16, *SHARDS_OF_16], "got ports 65530 to 65545.*--port 65520"),
+    (["--transport", "launcher"], "no launcher"),
+    (["--transport", "launcher", "--tp", 2, "--kv-heads", 4], "got --tp 2"),
+    (["--transport", "mpi", "--tp", 2, "--kv-heads", 4], "got --tp 2"),
+    *(
+        ([option, 0], option)
+        for option in ("--workers", "--steps", "--micro-batches", "--batch-size", "--compared-steps")
+    ),
+]
 
 
-@pytest.mark.parametrize("options", [["--tp", "2"], []])
-def test_weights_that_never_move_fail_the_proofs_without_a_traceback(tmp_path, options):
-    """So small a rate that fp32 rounds it away; options that come later count."""
-    done = run("--learning-rate", "1e-30", *options, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "the weights of one process have not moved" in " ".join(done.stdout.split())
-    assert done.stderr == ""
-    failed = re.findall(r"^ (\w+) .* NO *$", done.stdout, re.MULTILINE)
-    assert failed == ["2", "3a"]
+@pytest.fixture
+def unlaunched(monkeypatch):
+    for variable in (name for each in LAUNCHERS for name in (each.rank, each.world_size)):
+        monkeypatch.delenv(variable, raising=False)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("port", "tp", "last"), [(65535, 2, 65536), (65533, 4, 65536), (65530, 16, 65545)])
-def test_ports_beyond_the_last_are_refused_before_anything_is_started(monkeypatch, capsys, port, tp, last):
-    options = ["--port", port, "--tp", tp, "--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
-    code, error = fails(monkeypatch, capsys, *options)
-    assert code == 2
-    assert f"--port={port} leaves too few ports for {tp} shards: got ports {port} to {last}, expected at most" in error
-    assert f"pass --port {65536 - tp} or less" in error
+@pytest.mark.usefixtures("unlaunched")
+def test_mistakes_are_said_before_anything_is_started(monkeypatch, capsys):
+    for options, message in MISTAKES:
+        assert re.search(message, fails(monkeypatch, capsys, *options), re.DOTALL), options
 
 
 @pytest.mark.parametrize(
     ("port", "tp", "transport"), [(65534, 2, "tcp"), (65535, 1, "tcp"), (0, 2, "tcp"), (65535, 2, "local")]
 )
 def test_ports_up_to_the_last_are_not_refused(port, tp, transport):
-    settings = Settings(port=port, tensor_parallel=tp, transport=Transport(transport))
-    command._refuse_ports_beyond_last(settings)
+    command._refuse_ports_beyond_last(Settings(port=port, tensor_parallel=tp, transport=Transport(transport)))
 
 
 # ---- as one of the ranks that were launched ----
@@ -143,84 +109,52 @@ def place(rank, world_size, address="tcp://127.0.0.1:0"):
 
 @pytest.fixture
 def launched(tmp_path):
-    """So many ranks, started by hand."""
-    started = []
+    """Two ranks, started by hand."""
+    ranks = []
 
-    def start(ranks, *arguments):
+    def start(*arguments):
         address = f"tcp://127.0.0.1:{free_port()}"
-        line = [*PYTHON, "--compared-steps", "4", "--transport", "launcher", *arguments]
-        started.extend(
-            subprocess.Popen(
-                line, cwd=tmp_path, env=environment() | place(rank, ranks, address), stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(ranks)
-        )  # fmt: skip
-        return started
+        options = ["--transport", "launcher", *arguments]
+        ranks.extend(started(tmp_path, *options, **place(rank, 2, address)) for rank in range(2))
+        return ranks
 
     yield start
-    for process in started:
+    for process in ranks:
         process.kill()
         process.communicate()
 
 
-def digests(output):
-    return re.findall(r"^ (?:1|3b) .* sha256 ([0-9a-f]{12}) .* yes *$", output, re.MULTILINE)
+def test_ranks_that_were_launched_prove_what_workers_that_the_demo_starts_prove(launched):
+    first, other = launched("--steps", 20)
+    code, output, error = ended(first)
+    assert (code, error) == (0, "")
+    assert ended(other) == (0, "", "")
+    assert re.search(r"^workers  2 ranks that were launched, over tcp://127\.0\.0\.1:\d+$", output, re.MULTILINE)
+    assert verdicts(output) == [(name, "yes") for name in ("1", "2", "3a", "3b")]
 
 
-def test_ranks_that_were_launched_prove_what_workers_that_the_demo_starts_prove(tmp_path, launched):
-    first, *others = launched(3, "--steps", "20")
-    output, error = first.communicate(timeout=4 * SOON)
-    assert (first.returncode, error) == (0, "")
-    assert [(*other.communicate(timeout=SOON), other.returncode) for other in others] == [("", "", 0)] * 2
-    assert re.search(r"^workers  3 ranks that were launched, over tcp://127\.0\.0\.1:\d+$", output, re.MULTILINE)
-    own = run("--compared-steps", "4", "--steps", "20", "--workers", "3", "--transport", "local", cwd=tmp_path)
-    assert len(digests(own.stdout)) == 2
-    assert digests(output) == digests(own.stdout)
-
-
-def test_only_rank_0_fails_where_a_proof_does(launched):
-    first, second = launched(2, "--steps", "4", "--learning-rate", "1e-30")
-    output, error = first.communicate(timeout=4 * SOON)
-    assert (first.returncode, error) == (1, "")
-    assert re.findall(r"^ (\w+) .* NO *$", output, re.MULTILINE) == ["2", "3a"]
-    assert (*second.communicate(timeout=SOON), second.returncode) == ("", "", 0)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_launched_rank_that_is_killed_is_an_error_of_the_other(launched, who):
-    ranks = launched(2, "--steps", "100000")
-    while "norm" not in (line := ranks[0].stdout.readline()):  # above the first step
-        assert line, ranks[0].stderr.read()
-    ranks[who].kill()
-    (_, error), _ = (ranks[rank].communicate(timeout=2 * SOON) for rank in (1 - who, who))
-    assert ranks[1 - who].returncode == 1
-    assert re.fullmatch(rf"gradengine: rank {who} is gone.*\n", error), error
+def test_a_launched_rank_that_is_killed_is_an_error_of_the_other(launched):
+    first, second = launched("--steps", 100000)
+    while "norm" not in (line := first.stdout.readline()):  # above the first step
+        assert line, first.stderr.read()
+    second.kill()
+    code, _, error = ended(first)
+    assert code == 1
+    assert re.fullmatch(r"gradengine: rank 1 is gone.*\n", error), error
 
 
 @pytest.mark.parametrize(
     ("options", "world_size", "message"),
     [
-        ([], 2, "GRADENGINE_WORLD_SIZE=2: each of these ranks would start .*; pass --transport launcher or mpi for"),
-        (["--transport", "launcher"], None, "no launcher started this process"),
-        (
-            ["--transport", "launcher", "--workers", 2],
-            1,
-            "--workers is not the number of launched ranks: got 2, expected 1",
-        ),
-        (["--transport", "launcher", "--tp", 2], 1, "with --transport launcher each rank .* got --tp 2, expected --tp"),
-        (["--transport", "mpi", "--tp", 2], None, "with --transport mpi each rank .* got --tp 2, expected --tp 1"),
+        ([], 2, "GRADENGINE_WORLD_SIZE=2: each .* pass --transport launcher"),
+        (["--transport", "launcher", "--workers", 2], 1, "got 2, expected 1"),
     ],
 )
+@pytest.mark.usefixtures("unlaunched")
 def test_what_launched_ranks_cannot_do_is_refused(monkeypatch, capsys, options, world_size, message):
-    for variable in (name for each in LAUNCHERS for name in (each.rank, each.world_size)):
-        monkeypatch.delenv(variable, raising=False)
-    for name, value in (ENVIRONMENT | (place(0, world_size) if world_size else {})).items():
+    for name, value in place(0, world_size).items():
         monkeypatch.setenv(name, value)
-    code, error = fails(monkeypatch, capsys, *options)
-    assert code == 2
-    assert re.search(message, error)
-    assert "Traceback" not in error
+    assert re.search(message, fails(monkeypatch, capsys, *options))
 
 
 def test_a_launched_rank_begins_anew_before_it_joins_the_others(monkeypatch):
@@ -236,27 +170,3 @@ def test_workers_are_started_where_no_others_were_launched(monkeypatch, rank, wo
     for name, value in place(rank, world_size).items():
         monkeypatch.setenv(name, value)
     assert command._default_transport() is Transport.TCP
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_ends_the_demo_in_shards_and_is_named(tmp_path, rank):
-    process = subprocess.Popen(
-        [*PYTHON, "--steps", "100000", "--tp", "2"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    text = ""
-    while "over tcp://" not in text:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        text += line
-    pids = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d): process (\d+)", text)}
-    os.kill(pids[rank], signal.SIGKILL)
-    begin = time.monotonic()
-    _, error = process.communicate(timeout=2 * SOON)
-    assert process.returncode == 1
-    assert f"rank {rank} (process {pids[rank]}) was killed by SIGKILL" in error
-    assert len(error.splitlines()) == 1
-    assert time.monotonic() - begin < SOON
-    for pid in pids.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

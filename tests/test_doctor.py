@@ -1,24 +1,14 @@
 """What `gradengine doctor` finds, and what it says to do about the rest."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import cuda_emulator
 import numpy as np
 import pytest
 
 from gradengine import doctor
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """What `import cupy` gives: the emulator, as a version that is taken."""
-    module = SimpleNamespace(**{name: getattr(cuda_emulator, name) for name in dir(cuda_emulator)})
-    module.__version__ = "14.1.0"
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +32,6 @@ def test_on_a_terminal_of_80_columns_each_line_fits_and_no_word_is_cut(monkeypat
     assert whole in " ".join(" ".join(lines).split())
 
 
-def test_versions_are_those_of_the_packages_here(capsys):
-    lines = shown(capsys)
-    assert lines["numpy"] == np.__version__
-    assert lines["msgpack"] == importlib.metadata.version("msgpack")
-
-
 def test_what_is_missing_is_said_with_the_line_that_gets_it(monkeypatch, capsys):
     def version(name):
         if name != "numpy":
@@ -64,18 +48,15 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(monkeypatch, capsys)
     assert "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]'" in lines["cuda"]
 
 
-def test_each_gpu_is_named_with_its_memory(cupy, capsys):
-    if cuda_emulator.compiler() is None:
-        pytest.skip("g++ is not installed")
-    with cuda_emulator.options(device_count=2):
-        lines = shown(capsys)
-    for name in ("cuda:0", "cuda:1"):
-        assert lines[name].startswith("ready         CUDA emulator, ")
-        assert lines[name].endswith(" GB free")
+def test_each_gpu_is_named_with_its_memory(emulated, capsys):
+    lines, runtime = shown(capsys), emulated.kernels.xp.cuda.runtime
+    for number in range(runtime.getDeviceCount()):
+        name = runtime.getDeviceProperties(number)["name"].decode()
+        assert re.fullmatch(rf"ready +{name}, \d+\.\d of 8\.6 GB free", lines[f"cuda:{number}"])
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("NVRTC is broken"), MemoryError()])
-def test_a_gpu_that_fails_is_said_so(cupy, monkeypatch, capsys, fault):
+def test_a_gpu_that_fails_is_said_so(emulated, monkeypatch, capsys, fault):
     def compiled(xp, name):
         raise fault
 
@@ -99,8 +80,11 @@ def mpi4py(monkeypatch, tmp_path):
     return stands
 
 
-def test_sockets_join_ranks_everywhere(capsys):
-    assert shown(capsys)["tcp://"] == "ready         sockets, also unix:// on one machine, in shared memory"
+def test_versions_are_those_of_the_packages_here_and_sockets_join_ranks_everywhere(capsys):
+    lines = shown(capsys)
+    assert lines["numpy"] == np.__version__
+    assert lines["msgpack"] == importlib.metadata.version("msgpack")
+    assert lines["tcp://"] == "ready         sockets, also unix:// on one machine, in shared memory"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import importlib.util
 import inspect
 import re
 import sys
+from types import SimpleNamespace
 
-import cuda_emulator
 import pytest
 from emulated_process_group import torch_with_nccl
 
@@ -23,7 +23,8 @@ class Group:
 
 @pytest.fixture
 def torch(monkeypatch):
-    torch = torch_with_nccl(cuda_emulator)
+    stream = SimpleNamespace(ptr=0)  # nothing here is put on it
+    torch = torch_with_nccl(SimpleNamespace(cuda=SimpleNamespace(Stream=SimpleNamespace(null=stream))))
     monkeypatch.setitem(sys.modules, "torch", torch)
     return torch
 
@@ -31,12 +32,8 @@ def torch(monkeypatch):
 @pytest.mark.parametrize(
     ("backends", "has_calls"),
     [
-        ("cuda:nccl", True),
-        ("cpu:gloo,cuda:nccl", True),
-        ("cpu:gloo,cuda:gloo", False),
-        ("cpu:gloo", False),
-        ("cpu:mpi,cuda:mpi", False),
-        ("xpu:nccl,cuda:nccl2", False),
+        *((backends, True) for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl")),
+        *((name, False) for name in ("cpu:gloo,cuda:gloo", "cpu:gloo", "cpu:mpi,cuda:mpi", "xpu:nccl,cuda:nccl2")),
     ],
 )
 def test_a_group_has_them_whose_backend_for_cuda_is_nccl(torch, backends, has_calls):
@@ -77,17 +74,15 @@ def found(torch, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_installed_torch_has_each_name_and_takes_what_it_is_given(name):
-    real = pytest.importorskip("torch")
+@pytest.mark.parametrize("whose", ["installed", "stand-in"])
+def test_torch_has_each_name_and_takes_what_it_is_given(name, whose, torch, monkeypatch):
+    if whose == "installed":
+        monkeypatch.undo()
+        torch = pytest.importorskip("torch")
     args, named = CALLS[name]
-    theirs = found(real, name)
-    inspect.signature(theirs).bind(*([None] if theirs is real.cuda.ExternalStream.__new__ else []), *args, **named)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_and_so_does_the_stand_in(name):
-    args, named = CALLS[name]
-    inspect.signature(found(torch_with_nccl(cuda_emulator), name)).bind(*args, **named)
+    theirs = found(torch, name)
+    is_class = whose == "installed" and name == "cuda.ExternalStream"
+    inspect.signature(theirs).bind(*([None] if is_class else []), *args, **named)
 
 
 def test_nothing_else_of_torch_is_named():

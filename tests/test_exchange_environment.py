@@ -107,44 +107,25 @@ def test_pmi_of_srun_is_srun_s_and_that_of_mpich_under_srun_is_mpich_s():
 
 
 @pytest.mark.parametrize("environment", [{}, {"PATH": "/bin", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}, BATCH_SCRIPT])
-def test_without_a_launcher_three_ways_to_have_one_are_told(environment):
-    with pytest.raises(CallerError, match="no launcher started this process") as refused:
+def test_without_a_launcher_it_is_told_how_to_have_one(environment):
+    with pytest.raises(CallerError, match="GRADENGINE_RANK") as refused:
         read_world(environment)
-    for way in ("torchrun", "srun", "mpiexec", "GRADENGINE_RANK", "connect(url, rank, world_si"):
-        assert way in str(refused.value)
-    assert ("a Slurm job, but none of its steps" in str(refused.value)) == (environment is BATCH_SCRIPT)
+    assert ("Slurm job" in str(refused.value)) is (environment is BATCH_SCRIPT)
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_half_of_a_place_is_refused_by_both_names(name):
+def test_what_is_half_a_place_or_no_number_in_range_is_refused_with_its_variable(name):
     launcher = read_world(SEEN[name]).launcher
-    for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):
-        environment = {key: value for key, value in SEEN[name].items() if key != missing}
-        with pytest.raises(
-            CallerError, match=f"^environment variable {there} is set and {missing} is not: got {there}='."
-        ):
+    bad = [(there, {missing: None}) for there, missing in itertools.permutations([launcher.rank, launcher.world_size])]
+    values = ["-1", "two", "", " 1", "1.0", "1_0", "٣", "0x1", "1\n", "9" * 5000, "\x1b[31m", "99999"]
+    bad += [(variable, {variable: value}) for variable in filter(None, names_of(launcher)) for value in values]
+    bad += [(launcher.rank, {launcher.rank: "2"})]
+    for variable, change in bad:
+        environment = {key: value for key, value in (SEEN[name] | change).items() if value is not None}
+        with pytest.raises(CallerError, match=f"environment variable {variable}\\b") as refused:
             read_world(environment)
-
-
-@pytest.mark.parametrize("name", SEEN)
-@pytest.mark.parametrize(
-    "value", ["-1", "two", "", " 1", "1.0", "1_0", "٣", "0x1", "1\n", "9" * 5000, "\x1b[31m", "99999"]
-)
-def test_what_is_no_number_in_range_is_refused_with_its_variable_in_a_bounded_error(name, value):
-    launcher = read_world(SEEN[name]).launcher
-    for variable in filter(None, names_of(launcher)):
-        with pytest.raises(
-            CallerError, match=f"^environment variable {variable}\\b.*(is not a whole number|is out of range): got "
-        ) as refused:
-            read_world(SEEN[name] | {variable: value})
         assert len(str(refused.value)) < 250
         assert str(refused.value).isprintable()
-
-
-def test_a_rank_beyond_its_world_is_refused_with_both_numbers():
-    told = r"environment variable RANK \(of WORLD_SIZE=2\) is out of range: got 2, expected a whole number in 0..1"
-    with pytest.raises(CallerError, match=told):
-        read_world(SEEN["torchrun"] | {"RANK": "2"})
 
 
 @given(st.dictionaries(st.sampled_from(sorted(ALL - {""})), st.text(max_size=8) | st.integers(-1, 9).map(str)))
@@ -167,29 +148,19 @@ def test_a_token_comes_from_the_variable_or_from_the_file_that_one_names(tmp_pat
     assert read_token({"GRADENGINE_TOKEN_FILE": str(path)}) == Fact("a token of the file", "GRADENGINE_TOKEN_FILE")
     both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": "a token of the file"}
     assert read_token(both) == Fact("a token of the file", "GRADENGINE_TOKEN")
-    with pytest.raises(
-        CallerError, match="GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE hold different tokens"
-    ) as refused:
+    with pytest.raises(CallerError, match="different tokens") as refused:
         read_token(both | {"GRADENGINE_TOKEN": "one of the variable"})
     assert not any(token in str(refused.value) for token in ("of the variable", "of the file"))
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000])
-def test_a_file_that_holds_no_token_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000, None])
+def test_a_file_that_holds_no_token_or_is_not_there_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
     path = tmp_path / "token"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(CallerError, match="token") as refused:
         read_token({"GRADENGINE_TOKEN_FILE": str(path)})
     assert not any(word in str(refused.value) for word in ("one\n", "two", "xxx"))
-
-
-def test_a_token_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(
-        CallerError, match=rf"from '{tmp_path}/none' \(of GRADENGINE_TOKEN_FILE\): No such file or directory$"
-    ):
-        read_token({"GRADENGINE_TOKEN_FILE": f"{tmp_path}/none"})
-    with pytest.raises(CallerError, match="cannot read the token from '/dev'"):
-        read_token({"GRADENGINE_TOKEN_FILE": "/dev"})
 
 
 def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environment):
@@ -207,22 +178,17 @@ def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environ
 @pytest.mark.parametrize(
     ("variables", "job"),
     [
-        ({}, ""),
+        *(({}, ""), ({"TORCHELASTIC_RUN_ID": "none"}, ""), ({"LSB_JOBID": "7"}, "LSB_JOBID=7")),
         ({"TORCHELASTIC_RUN_ID": "llama", "RANK": "0", "WORLD_SIZE": "2"}, "TORCHELASTIC_RUN_ID=llama"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
         ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7"),
         ({"TORCHELASTIC_RUN_ID": "llama", "SLURM_JOB_ID": "7"}, "TORCHELASTIC_RUN_ID=llama"),
-        ({"PMIX_NAMESPACE": "prterun-node1-4711@1"}, "PMIX_NAMESPACE=prterun-node1-4711@1"),
         ({"PMIX_NAMESPACE": "123", "OMPI_MCA_ess_base_jobid": "123"}, "PMIX_NAMESPACE=123"),
         ({"OMPI_MCA_ess_base_jobid": "123", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_MCA_ess_base_jobid=123"),
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "slurm.pmix.7.1"}, "SLURM_JOB_ID=7"),
         ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "SLURM_JOB_ID=9"),
         ({"PBS_JOBID": "7[2].head", "PMIX_NAMESPACE": "123"}, "PMIX_NAMESPACE=123"),
-        ({"PBS_JOBID": "7[2].head"}, "PBS_JOBID=7[2].head"),
-        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "LSB_JOBID=7"),
-        ({"LSB_JOBID": "7"}, "LSB_JOBID=7"),
-        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "3"}, "LSB_JOBID=7[3]"),
-        ({"SLURM_JOB_ID": "", "PBS_JOBID": "7"}, "PBS_JOBID=7"),
+        *(({"PBS_JOBID": "7[2].head"}, "PBS_JOBID=7[2].head"), ({"SLURM_JOB_ID": "", "PBS_JOBID": "7"}, "PBS_JOBID=7")),
+        *(({"LSB_JOBID": "7", "LSB_JOBINDEX": n}, f"LSB_JOBID=7{end}") for n, end in (("0", ""), ("3", "[3]"))),
         ({"JOB_COMPLETION_INDEX": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "JOB_ID": "7"}, ""),
         ({"GRADENGINE_JOB": "mine", "TORCHELASTIC_RUN_ID": "llama"}, "mine"),
         ({"GRADENGINE_JOB": "", "TORCHELASTIC_RUN_ID": "llama"}, "TORCHELASTIC_RUN_ID=llama"),
@@ -236,17 +202,15 @@ def test_what_each_launcher_names(variables, job):
 
 
 @pytest.mark.parametrize("variable", JOBS)
-@pytest.mark.parametrize("value", ["x" * (MAX_JOB_CHARACTERS + 1), "x" * 10**6, "7\n", "\x1b[31m7", "7\udc80", "\x00"])
+@pytest.mark.parametrize("value", ["x" * (MAX_JOB_CHARACTERS + 1), "7\n", "\x1b[31m7", "7\udc80", "\x00"])
 def test_what_cannot_be_a_name_is_refused_with_its_variable_in_a_bounded_error(environment, variable, value):
     environment.setattr("os.environ", {variable: value})  # a real one refuses some of them
-    with pytest.raises(CallerError, match=f"the job of {variable} is not a valid job name: got '") as refused:
+    with pytest.raises(CallerError, match=f"the job of {variable} ") as refused:
         connect("tcp://127.0.0.1:0", 0, 1)
-    told = str(refused.value)
-    assert len(told) < 300
-    assert told.isprintable()
-    assert told.endswith('pass the same job="name" on all ranks, or job="" for none')
-    with connect("tcp://127.0.0.1:0", 0, 1, job="mine"), connect("tcp://127.0.0.1:0", 0, 1, job=""):
-        pass  # then the environment is not asked
+    assert len(str(refused.value)) < 300
+    assert str(refused.value).isprintable()
+    for job in ("mine", ""):
+        connect("tcp://127.0.0.1:0", 0, 1, job=job).close()  # then the environment is not asked
 
 
 def test_longest_value_that_fits():
@@ -295,36 +259,18 @@ def refusal_of(exchange):
 
 @pytest.mark.parametrize("variable", JOBS)
 def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, variable):
-    """Nobody passed job=; token, layout and world size agree."""
-    mine, other = {variable: "7"}, {variable: "8"}
+    """Nobody passed job=; token, layout and world size agree. Two steps of an allocation are one job."""
+    mine, other, step = {variable: "7"}, {variable: "8"}, {variable: "7", "SLURM_STEP_ID": "1"}
     with launched(environment, mine, lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
         others = [
             launched(environment, each, lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
-            for each in (mine, other, {})
+            for each in (step, other, {})
         ]
+        others.append(launched(environment, mine, lambda: connect(hosting.url, 1, 2, job="a", join_timeout=SOON)))
         told = refused_before_they_train(hosting, *others)
     own = read_job(mine).value
-    for named, each in zip((read_job(other).value, ""), told, strict=True):
-        assert f"rank 1 belongs to another job: got job='{named}', expected job='{own}'" in each
-
-
-def test_a_job_that_is_given_does_not_meet_one_of_a_launcher(environment):
-    slurm = {"SLURM_JOB_ID": "7"}
-    with launched(environment, slurm, lambda: connect("tcp://127.0.0.1:0", 0, 2, job="")) as hosting:
-        mine, named = (
-            launched(environment, each, lambda: connect(hosting.url, 1, 2, join_timeout=SOON)) for each in ({}, slurm)
-        )
-        (told,) = refused_before_they_train(hosting, mine, named)
-    assert "got job='SLURM_JOB_ID=7', expected job=''" in told
-
-
-def test_two_steps_of_one_allocation_are_one_job(environment):
-    steps = [
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step), "PMIX_NAMESPACE": f"slurm.pmix.7.{step}"} for step in range(2)
-    ]
-    with launched(environment, steps[0], lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
-        mine = launched(environment, steps[1], lambda: connect(hosting.url, 1, 2, join_timeout=SOON))
-        assert refused_before_they_train(hosting, mine) == []
+    for named, each in zip((read_job(other).value, "", "a"), told, strict=True):
+        assert f"got job='{named}', expected job='{own}'" in each
 
 
 @pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])
@@ -352,4 +298,4 @@ def test_a_server_outside_takes_its_first_rank_s_job(environment, around, monkey
 
         with first, second:
             _, (told, _) = on_all(lambda join: join(), [Worker(first, SMALL, DATA[0]).bind, second_after_another_job_s])
-        assert "rank 1 belongs to another job: got job='SLURM_JOB_ID=8', expected job='SLURM_JOB_ID=7'" in told
+        assert "got job='SLURM_JOB_ID=8', expected job='SLURM_JOB_ID=7'" in told

@@ -27,10 +27,8 @@ def test_sizes_are_integers_of_any_kind_and_times_are_numbers():
 @pytest.mark.parametrize(
     "arena",
     [
-        np.zeros(SMALL.arena_size + 1, np.float32),
-        np.zeros(SMALL.arena_size, np.float64),
-        np.zeros((1, SMALL.arena_size), np.float32),
-        np.zeros(2 * SMALL.arena_size, np.float32)[::2],
+        *(np.zeros(SMALL.arena_size + 1, np.float32), np.zeros(SMALL.arena_size, np.float64)),
+        *(np.zeros((1, SMALL.arena_size), np.float32), np.zeros(2 * SMALL.arena_size, np.float32)[::2]),
     ],
 )
 def test_bad_arena_is_refused(arena):

@@ -1,7 +1,5 @@
 """Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
 
-import itertools
-import os
 import re
 import sys
 import threading
@@ -9,6 +7,7 @@ import threading
 import msgpack
 import numpy as np
 import pytest
+from test_exchange_processes import until
 from transports import (
     HAS_SHARED_MEMORY,
     SMALL,
@@ -25,19 +24,15 @@ from transports import (
     outcomes,
     rank_order_sum,
     shared,
-    socket_links,
 )
 
-from gradengine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import local_group
 from gradengine.exchange.comparison import Hello, packed
 from gradengine.exchange.interface import NonFiniteValue
 from gradengine.exchange.linked import Exchange, Progress
-from gradengine.exchange.links import sockets
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.pump import Pump
-from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
 WORLD, BUCKET = 3, 128
@@ -66,11 +61,12 @@ def rejoined(workers, ranks=None, **options):
     return outcomes(Worker.bind, workers)
 
 
-def until(is_so):
-    """Wait for what comes by itself."""
-    never = threading.Event()
-    while not is_so():
-        assert not never.wait(0.001)
+def end_well(workers):
+    """Sum what is left of the step, to the right bytes, and leave."""
+    assert on_all(Worker.sum, workers) == [()] * WORLD
+    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
+    on_all(lambda worker: worker.exchange.barrier(), workers)
+    close(worker.exchange for worker in workers)
 
 
 def is_sending(exchange):
@@ -146,10 +142,7 @@ def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part, links
     found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
     assert all(isinstance(error, PeerLost) for error in found), found
     assert rejoined(workers, links_of=LINKS[links]) == [None] * WORLD
-    assert on_all(Worker.sum, workers) == [()] * WORLD
-    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
-    assert on_all(lambda worker: worker.exchange.barrier(), workers) == [None] * WORLD
-    close(worker.exchange for worker in workers)
+    end_well(workers)
 
 
 @pytest.mark.parametrize("links", LINKS)
@@ -218,29 +211,24 @@ def refused_alike(errors, says):
     assert says in str(errors[0])
 
 
-def test_a_half_summed_step_is_not_taken_up_by_other_ranks():
-    workers = half_summed()
+def test_a_half_summed_step_is_taken_up_by_its_own_ranks_in_its_own_buckets_alone():
+    workers = half_summed(copy=shared)
     before = [worker.arena.tobytes() for worker in workers]
-    refused_alike(
-        rejoined(workers[:2]), "step 0 is half summed and rank 0 took part in it as another: got rank 0 of 2 in"
-    )
-    for ranks in ([1, 0, 2], [0, 2, 1], [1, 2, 0]):
-        refused_alike(rejoined(workers, ranks), "step 0 is half summed and rank ")
-    other = half_summed(seed=9)[2]
-    refused_alike(rejoined([*workers[:2], other]), "step 0 is half summed and rank 2 took part in it as another")
+    other, dropped = half_summed(seed=9)[2], half_summed()
     fresh = Worker(None, SMALL, contributions(SMALL, 1)[0])
+    dropped[0].progress.restart()
+    for others, ranks in ((workers[:2], None), (workers, [1, 0, 2]), (workers, [0, 2, 1]), (workers, [1, 2, 0])):
+        refused_alike(rejoined(others, ranks), "step 0 is half summed and rank ")
+    refused_alike(rejoined([*workers[:2], other]), "step 0 is half summed and rank 2 took part in it as another")
     refused_alike(rejoined([*workers, fresh]), "got rank 0 of 4 in group")
+    refused_alike(rejoined(workers, bucket_bytes=256), "got bucket_bytes=256, expected bucket_bytes=128")
+    refused_alike(rejoined(dropped), "rank 0 has not contributed to what step 0 has summed")
     assert [worker.arena.tobytes() for worker in workers] == before
-    assert rejoined(workers) == [None] * WORLD
-    on_all(Worker.sum, workers)
-    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
-    close(worker.exchange for worker in workers)
-
-
-def test_a_half_summed_step_goes_on_in_the_same_buckets_only():
-    workers = half_summed()
-    says = "in the middle of a step cut into other buckets: got bucket_bytes=256, expected bucket_bytes=128; reconnect"
-    refused_alike(rejoined(workers, bucket_bytes=256), says)
+    # Over whatever links there are, one after the other.
+    for links_of in (*LINKS.values(), thread_links):
+        close(worker.exchange for worker in workers)
+        assert rejoined(workers, links_of=links_of) == [None] * WORLD
+    end_well(workers)
 
 
 def test_a_group_keeps_its_name_until_its_step_is_over():
@@ -255,12 +243,6 @@ def test_a_group_keeps_its_name_until_its_step_is_over():
     rejoined(workers)
     assert len({worker.progress.membership.group for worker in workers} | names) == 2
     close(worker.exchange for worker in workers)
-
-
-def test_a_rank_that_dropped_its_window_alone_cannot_go_on():
-    workers = half_summed()
-    workers[0].progress.restart()
-    refused_alike(rejoined(workers), "rank 0 has not contributed to what step 0 has summed; a new process, or one that")
 
 
 @pytest.mark.parametrize("how", ["dropped", "finished"])
@@ -287,18 +269,7 @@ def test_a_healthy_exchange_is_left_for_another():
     assert rejoined(workers) == [None] * WORLD
     with pytest.raises(PeerLost):
         first[0].wait()
-    on_all(Worker.sum, workers)
-    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
-    close(worker.exchange for worker in workers)
-
-
-def test_to_start_nothing_begins_no_step():
-    workers = bound(exchanges_of(2), SMALL, contributions(SMALL, 2))
-    for worker in workers:
-        worker.exchange.start()
-        assert worker.progress.carrier is None
-    assert on_all(Worker.sum, workers) == [(), ()]
-    close(worker.exchange for worker in workers)
+    end_well(workers)
 
 
 def test_how_long_the_sums_took_and_what_was_waited_for_them(monkeypatch):
@@ -335,16 +306,6 @@ def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
     refused_alike(rejoined(others), "rank 0 is in the middle of a step that was begun over another kind of exchange")
 
 
-@pytest.mark.parametrize("first", LINKS)
-@pytest.mark.parametrize("then", LINKS)
-def test_a_step_goes_on_over_another_kind_of_link(first, then):
-    workers = half_summed(links_of=LINKS[first], copy=shared)
-    assert rejoined(workers, links_of=LINKS[then]) == [None] * WORLD
-    on_all(Worker.sum, workers)
-    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
-    close(worker.exchange for worker in workers)
-
-
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_parts_are_read_in_place_where_all_arenas_lie_in_shared_memory_only(is_on_device):
@@ -367,44 +328,38 @@ def test_parts_are_read_in_place_where_all_arenas_lie_in_shared_memory_only(is_o
 # ---- what a rank says of itself ----
 
 
-def hello_of(change):
-    """What rank 0 hears from a rank 1 that says something else."""
+def changed(at, value=None):
+    def change(told):
+        told.pop() if at is None else told.__setitem__(at, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (changed(0, 4), HandshakeRefused, "rank 1 speaks another version: got 4, expected 3"),
+        (changed(None), HandshakeRefused, "rank 1 speaks another version"),
+        *((changed(field, [1]), ProtocolError, "hello of rank 1") for field in range(1, 1 + len(Hello._fields))),
+    ],
+)
+def test_what_cannot_be_read_of_another_rank_is_refused(change, kind, says):
     first, second = thread_links(2)
-    exchange = Exchange(first)
-    told = [
-        *msgpack.unpackb(packed(Exchange(second)._hello(SMALL, contributions(SMALL, 1)[0], Progress(), exchange._link)))
-    ]
+    exchange, part = Exchange(first), contributions(SMALL, 1)[0]
+    told = [*msgpack.unpackb(packed(Exchange(second)._hello(SMALL, part, Progress(), exchange._link)))]
     change(told)
 
     def speak(rank):
         if rank == 0:
-            return Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
+            return Worker(exchange, SMALL, part).bind()
         pump = Pump(second)
         pump.gather(msgpack.packb(told), SOON)
         return pump
 
     error, pump = outcomes(speak, range(2))
     pump.close()
-    return error
-
-
-def test_another_version_is_refused():
-    error = hello_of(lambda told: told.__setitem__(0, 4))
-    assert isinstance(error, HandshakeRefused)
-    assert "rank 1 speaks another version: got 4, expected 3; install one version of gradengine on all ranks" in str(
-        error
-    )
-
-
-@pytest.mark.parametrize("field", range(1, 1 + len(Hello._fields)))
-def test_what_cannot_be_read_is_refused(field):
-    error = hello_of(lambda told: told.__setitem__(field, [1]))
-    assert isinstance(error, ProtocolError)
-    assert "the hello of rank 1 is invalid" in str(error)
-
-
-def test_fields_that_lack_are_another_version():
-    assert "rank 1 speaks another version" in str(hello_of(lambda told: told.pop()))
+    assert isinstance(error, kind)
+    assert says in str(error)
 
 
 # ---- who is named ----
@@ -428,81 +383,17 @@ def test_a_rank_that_never_comes_is_named():
         Worker(exchange, SMALL, contributions(SMALL, 1)[0]).bind()
 
 
-@pytest.mark.parametrize("message", [0, 3, 8])
-def test_what_was_damaged_is_named_and_comes_again_over_new_links(message, monkeypatch):
-    workers, sound, numbers = over_sockets(), sockets.checksum, itertools.count()
-    with monkeypatch.context() as flips:
-        flips.setattr(sockets, "checksum", lambda tag, memory: sound(tag, memory) ^ (next(numbers) == message))
-        found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
-    by_kind = {type(fault): str(fault) for fault in found}
-    assert {*by_kind} == {ProtocolError, PeerLost}
-    words = (
-        r"what rank (\d) sent rank (\d) was damaged on the way: (the \w+ of (share|rank) \d+ in step 0|a gather); reco"
-    )
-    sender, receiver, *_ = re.match(words, by_kind[ProtocolError]).groups()
-    assert isinstance(found[int(receiver)], ProtocolError)
-    assert sender != receiver
-    over_sockets(workers)
-    assert on_all(Worker.sum, workers) == [()] * WORLD
-    assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
-    close(worker.exchange for worker in workers)
-
-
-def over_sockets(workers=None):
-    """These workers, or new ones, bound to exchanges over sockets."""
-    exchanges = [Exchange(link, bucket_bytes=BUCKET) for link in socket_links(WORLD)]
-    if workers is None:
-        return bound(exchanges, SMALL, contributions(SMALL, WORLD))
-    for worker, exchange in zip(workers, exchanges, strict=True):
-        worker.exchange = exchange
-    return on_all(Worker.bind, workers)
-
-
-@pytest.mark.parametrize("what", ["sum", "gather"])
-def test_a_late_rank_is_named_and_the_others_hear_whom_it_is_about(what):
-    is_bound = threading.Event()
-
-    def is_late():
-        waits_for = exchanges[0]._all_reduce and exchanges[0]._all_reduce.awaited
-        return is_bound.is_set() and (what == "gather" or (waits_for and waits_for[0] == 2))
-
-    links = thread_links(3)
-    exchanges = [Exchange(links[0], clock=clock_when(is_late), timeout=SOON)]
+def test_who_is_late_for_a_gather_is_named_and_the_others_hear_whom_it_is_about():
+    is_bound, links = threading.Event(), thread_links(3)
+    exchanges = [Exchange(links[0], clock=clock_when(is_bound.is_set), timeout=SOON)]
     exchanges += [Exchange(link, timeout=1e6) for link in links[1:]]
     workers = bound(exchanges, SMALL, contributions(SMALL, 3))
     is_bound.set()
-    work = Worker.sum if what == "sum" else lambda worker: worker.exchange.barrier()
-    first, second = outcomes(work, workers[:2])
+    first, second = outcomes(lambda worker: worker.exchange.barrier(), workers[:2])
     assert isinstance(first, DeadlineExceeded)
-    assert "rank 2 " in str(first) or what == "gather"
+    assert re.match(r"(rank 2 is|ranks 1, 2 are) late for a gather", str(first))
+    assert re.match(r"rank [12] is gone or late: rank 0 has closed its link for that|rank 0 has closed", str(second))
     assert isinstance(second, PeerLost)
-    assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that") or what == "gather"
-    close(exchanges)
-
-
-def test_a_forked_child_is_refused_and_ends_nothing_of_its_parents(monkeypatch):
-    exchanges = exchanges_of(2)
-    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: -1)
-        for call in (exchanges[0].wait, exchanges[0].barrier, lambda: exchanges[0].start(SMALL.spans[0])):
-            with pytest.raises(CallerError, match="rank 0 is of the process that this one was forked from; connect in"):
-                call()
-        exchanges[0].close()
-    assert on_all(Worker.sum, workers) == [(), ()]
-    close(exchanges)
-
-
-def test_waiting_is_over_for_good_when_it_has_failed():
-    exchanges = exchanges_of(2)
-    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
-    exchanges[1].close()
-    with pytest.raises(PeerLost) as lost:
-        workers[0].sum()
-    for call in (exchanges[0].wait, exchanges[0].barrier):
-        with pytest.raises(PeerLost) as again:
-            call()
-        assert again.value is lost.value
     close(exchanges)
 
 
@@ -541,92 +432,19 @@ def test_an_interrupted_wait_closes_the_exchange(monkeypatch):
     close(exchanges)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 65537, 10**9, 10**400])
-def test_a_group_of_nobody_or_of_more_than_there_are_is_refused(world_size):
-    with pytest.raises(CallerError, match=r"world_size is out of range: got .*, expected a whole number in 1\.\.65536"):
-        local_group(world_size)
+OUT_OF_RANGE = [{"world_size": size} for size in (0, -1, 65537, 10**9, 10**400)]
+OUT_OF_RANGE += [{name: seconds} for name in ("timeout", "join_timeout") for seconds in (0, -1, float("nan"))]
+OUT_OF_RANGE += [{"bucket_bytes": 3}]
 
 
-@pytest.mark.parametrize("option", ["timeout", "join_timeout"])
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_time_out_of_range_is_refused(option, seconds):
-    with pytest.raises(CallerError, match=f"^{option} is out of range"):
-        local_group(2, **{option: seconds})
-
-
-@pytest.mark.parametrize("option", ["timeout", "join_timeout"])
-def test_times_and_sizes_out_of_range_are_refused(option):
-    (link,) = thread_links(1)
-    with pytest.raises(CallerError, match=f"^{option} is out of range"):
-        Exchange(link, **{option: 0})
-    with pytest.raises(CallerError, match="bucket_bytes is out of range"):
-        Exchange(link, bucket_bytes=3)
-
-
-# ---- the engine ----
-
-
-def in_components(arena):
-    return {slot.name: arena[slot.offset : slot.stop].reshape(slot.shape) for slot in SMALL.slots}
-
-
-def engine_steps(exchange, *, seeds=(1, 2, 3), streamed=False, average="weighted"):
-    """Norms and bytes of some steps; in the second, rank 1 has no micro-batch."""
-    micro_batches = 2 if streamed else None
-    engine = GradientEngine(SMALL, exchange=exchange, max_norm=1.0, micro_batches=micro_batches, average=average)
-    found = []
-    for seed in seeds:
-        gradients = in_components(contributions(SMALL, WORLD, seed)[exchange.rank])
-        batches = 0 if seed == 2 and exchange.rank == 1 else 2
-        if not batches:
-            engine.add(None, weight=0)
-        for weight in range(1, batches + 1):
-            engine.add(gradients, weight=weight)
-        result = engine.step()
-        found.append((result.norm, [gradient.tobytes() for gradient in result.gradients.values()]))
-    exchange.barrier()
-    exchange.close()
-    return found
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("average", ["weighted", "per_worker"])
-def test_an_engine_over_links_hands_back_what_one_over_a_server_does(streamed, average):
-    def steps(transport):
-        with group(transport, WORLD, bucket_bytes=BUCKET) as exchanges:
-            return on_all(lambda exchange: engine_steps(exchange, streamed=streamed, average=average), exchanges)
-
-    over_links = steps(Transport.THREADS)
-    assert over_links == steps(Transport.SERVER)
-    assert over_links[0] == over_links[1] == over_links[2]
-
-
-@pytest.mark.parametrize("lost_after", [HELLO + 1, WHOLE // 2, WHOLE - 1])
-def test_an_engine_reconnects_and_steps_again(lost_after):
-    gradients = [contributions(SMALL, WORLD, seed=5)[rank] for rank in range(WORLD)]
-    first, second = exchanges_of(WORLD, lost_after=lost_after), exchanges_of(WORLD)
-
-    def work(rank):
-        engine = GradientEngine(SMALL, exchange=first[rank], max_norm=1.0)
-        engine.add(in_components(gradients[rank]))
-        with pytest.raises(PeerLost):
-            engine.step()
-        engine.reconnect(second[rank])
-        norm = engine.step().norm
-        engine.exchange.barrier()
-        return norm
-
-    norms = on_all(work, range(WORLD))
-    expected = np.linalg.norm(rank_order_sum(gradients).astype(np.float64)) / WORLD
-    assert norms == [pytest.approx(expected, rel=1e-6)] * WORLD
-    close(second)
-
-
-def test_a_layout_of_nothing_binds():
-    layout = GradientLayout.of({"nothing": (0,)})
-    with group(Transport.THREADS, 2) as exchanges:
-        workers = bound(exchanges, layout, contributions(layout, 2))
-        assert on_all(Worker.sum, workers) == [(), ()]
+@pytest.mark.parametrize("wrong", OUT_OF_RANGE, ids=lambda wrong: next(iter(wrong)))
+def test_what_is_out_of_range_is_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(CallerError, match=f"^{name} is out of range"):
+        local_group(**{"world_size": 2} | wrong)
+    if name != "world_size":
+        with pytest.raises(CallerError, match=f"^{name} is out of range"):
+            Exchange(*thread_links(1), **wrong)
 
 
 def test_no_call_of_a_step_runs_code_of_threading_where_a_signal_could_leave_a_lock_locked():

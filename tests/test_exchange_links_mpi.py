@@ -60,26 +60,17 @@ def told(what, who):
     return {int(rank): words for rank, words in re.findall(r"^rank (\d): (.*)$", output, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_sums_are_those_in_rank_order_on_every_rank(ranks):
-    status, output, error = ranks_that_run(ranks, "sums")
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [
+        *((what, ranks) for what in ("sums", "engine") for ranks in (1, 2, 3, 4)),
+        *(("part", 4), ("grid", 4), ("arguments", 2), ("moves", 2)),
+    ],
+)
+def test_links_engines_and_parts_of_a_communicator_find_what_they_find_over_threads(what, ranks):
+    """Also after arguments that contradict the group were refused; and a link keeps what links promise."""
+    status, output, error = ranks_that_run(ranks, what)
     assert (status, output) == (0, "the same\n" * ranks), error
-
-
-def test_each_part_of_a_users_communicator_is_a_group():
-    status, output, error = ranks_that_run(4, "part")
-    assert (status, output) == (0, "the same\n" * 4), error
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_engines_find_what_they_find_over_threads(ranks):
-    status, output, error = ranks_that_run(ranks, "engine")
-    assert (status, output) == (0, "the same\n" * ranks), error
-
-
-def test_engines_over_communicators_of_workers_and_of_parts_find_what_they_find_over_threads():
-    status, output, error = ranks_that_run(4, "grid")
-    assert (status, output) == (0, "the same\n" * 4), error
 
 
 @pytest.mark.parametrize(("command", "ranks"), [(DEMO, 2), (DEMO, 3), ("demo --transport launcher", 2)])
@@ -104,16 +95,6 @@ def test_a_proof_of_the_demo_s_that_fails_fails_the_job(tmp_path):
     assert status == 1, output + error
     assert "NO" in output
     assert not re.search("Traceback|gradengine:", output + error)
-
-
-def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that():
-    status, output, error = ranks_that_run(2, "arguments")
-    assert (status, output) == (0, "the same\n" * 2), error
-
-
-def test_a_link_keeps_what_links_promise():
-    status, output, error = ranks_that_run(2, "moves")
-    assert (status, output) == (0, "the same\n" * 2), error
 
 
 def test_another_size_is_refused_and_nobody_hangs():
@@ -180,10 +161,6 @@ def test_what_the_page_defines_runs_under_mpiexec(function):
     status, output, error = mpiexec(4, "-c", f"{page}\n{function}()")
     assert status == 0, output + error
     assert output.count("the mean of 4 ranks: [2.5 2.5 2.5 2.5]") == 4, output
-
-
-def test_both_ways_of_mpiexec_are_shown():
-    assert len(SHOWN) == 2
 
 
 def test_the_environment_names_mpi_for_a_script_that_does_not():

@@ -2,54 +2,32 @@
 
 import contextlib
 import errno
-import itertools
 import linecache
 import os
-import re
 import socket
 import stat
 import struct
-import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgpack
 import pytest
 from channel import TOKEN, Channel, knock
 from interrupts import interrupted_at, places_of
-from transports import (
-    SMALL,
-    SOON,
-    Worker,
-    bound,
-    contributions,
-    free_port,
-    leave_together,
-    on_all,
-    rank_order_sum,
-)
+from transports import SOON
 
 from gradengine import errors
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh as mesh_module
 from gradengine.exchange.addresses import connect_once, listen_socket
 from gradengine.exchange.handshake import new_nonce, proof
-from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links import sockets
 from gradengine.exchange.listener import Listener, is_nameless, nameless
 from gradengine.exchange.mesh import Meeting, mesh
 from gradengine.exchange.rendezvous import MOST_PATH_BYTES, address_of
-from gradengine.exchange.wire import (
-    Abort,
-    Hello,
-    Listening,
-    Members,
-    Nonce,
-    Proof,
-    Refused,
-    encode_head,
-)
+from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused, encode_head
 
 pytestmark = pytest.mark.timeout(150)
 NOWHERE = "tcp://127.0.0.1:9"
@@ -159,11 +137,16 @@ def told_by(channel):
         return getattr(errors, abort.error), why.decode()
 
 
-def answered(listener, beside=""):
-    """Rank 0's channel by hand to the rank that calls it, which waits for the others then."""
+def called_by(listener):
+    """Rank 0's channel by hand to the rank that calls it, and what that says first."""
     listener.socket.setblocking(True)
-    channel, nonce = Channel(listener.socket.accept()[0], "whoever calls"), new_nonce()
-    hello, _ = channel.expect(Hello)
+    channel = Channel(listener.socket.accept()[0], "whoever calls")
+    return channel, channel.expect(Hello)[0]
+
+
+def answered(listener, beside=""):
+    """The same, to a rank that waits for the others then."""
+    (channel, hello), nonce = called_by(listener), new_nonce()
     channel.send(Nonce(nonce, beside))
     given, _ = channel.expect(Proof)
     assert given.proof == proof(TOKEN, "caller", hello, nonce, 0, b"")
@@ -184,48 +167,17 @@ def refusal_of(channel):
 # ---- ranks ----
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_ranks_that_start_in_any_order_sum_in_rank_order(address, world_size, tmp_path):
-    orders = list(itertools.permutations(range(world_size)))
-    for order in {orders[0], orders[-1], orders[len(orders) // 3]}:
-        listener, started = Listener(address, TOKEN), {}
-        for rank in order:
-            [started[rank]] = start(listener, world_size, [rank])
-        links = [started[rank].link() for rank in range(world_size)]
-        assert [(link.rank, link.world_size) for link in links] == [(rank, world_size) for rank in range(world_size)]
-        assert [*tmp_path.iterdir()] == []
-        assert listener.socket.fileno() < 0
-        arenas = contributions(SMALL, world_size)
-        workers = bound([Exchange(link, timeout=SOON) for link in links], SMALL, arenas)
-        on_all(Worker.sum, workers)
-        on_all(leave_together, workers)
-        assert {worker.arena.tobytes() for worker in workers} == {rank_order_sum(arenas).tobytes()}
-
-
-def test_ipv6():
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6))
-        except OSError:
-            pytest.skip("IPv6 is not installed")
-        form(start(Listener(("::1", 0), TOKEN), 3, range(3)))
-
-
-def test_a_rank_calls_until_rank_0_listens(monkeypatch):
-    port, has_failed, connect = free_port(), threading.Event(), mesh_module.connect_once
-
-    def tried(*arguments):
-        try:
-            return connect(*arguments)
-        except OSError:
-            has_failed.set()
-            raise
-
-    monkeypatch.setattr(mesh_module, "connect_once", tried)
-    second = Started(("127.0.0.1", port), 1, 2)
-    assert has_failed.wait(SOON)
-    first = Started(Listener(("127.0.0.1", port), TOKEN), 0, 2)
-    form([first, second])
+@pytest.mark.parametrize("order", [[0], [1, 0], [3, 2, 1, 0], [1, 0, 3, 2]])
+def test_ranks_that_start_in_any_order_are_connected(address, order, tmp_path):
+    listener, started = Listener(address, TOKEN), {}
+    for rank in order:
+        [started[rank]] = start(listener, len(order), [rank])
+    links = [each.link() for each in started.values()]
+    assert [(link.rank, {*link._connections}) for link in links] == [(rank, {*order} - {rank}) for rank in order]
+    for link in links:
+        link.close()
+    assert [*tmp_path.iterdir()] == []
+    assert listener.socket.fileno() < 0
 
 
 @pytest.mark.parametrize("stops", ["connected", "met"])
@@ -246,13 +198,6 @@ def test_a_rank_calls_again_where_rank_0_ends_and_starts_again(tmp_path, stops):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_rank_that_is_killed_while_it_joins_may_come_again(listener):
-    [first] = start(listener, 3, [0])
-    for stop in (call, meet):
-        stop(listener.address, 1, 3).close()
-    form([first, *start(listener, 3, [1, 2])])
-
-
 def test_connections_are_kept_alive_and_closed_in_children(listener):
     started = start(listener, 2, range(2))
     for link in [rank.link() for rank in started]:
@@ -267,21 +212,14 @@ def test_connections_are_kept_alive_and_closed_in_children(listener):
 
 # ---- strangers ----
 
+HELLOS = [Hello(1, 3, "", bytes(32)), Hello(0, 1, "", bytes(32)), Hello(1 << 62, 1 << 62, "", bytes(32))]
 RUBBISH = [
-    b"",
-    b"\x94\xa2GE",
-    b"GET / HTTP/1.1\r\n\r\n",
-    bytes(4096),
-    encode_head(Hello(1, 3, "", bytes(32)))[:-1],
-    encode_head(Hello(1, 3, "", bytes(32)), 1 << 30),
+    *(b"", b"\x94\xa2GE", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), encode_head(HELLOS[0])[:-1]),
     encode_head(Hello(1, 3, "", b"")) + encode_head(Proof(b"")),
-    encode_head(Hello(0, 1, "", bytes(32))) + encode_head(Proof(bytes(32))),
-    encode_head(Hello(1 << 62, 1 << 62, "", bytes(32))) + encode_head(Proof(bytes(32))),
-    encode_head(Hello(1, 3, "", bytes(32))) + encode_head(Listening(NOWHERE)),
-    encode_head(Listening(NOWHERE)),
-    encode_head(Abort(""), 2**32 - 1),
+    *(encode_head(hello) + encode_head(Proof(bytes(32))) for hello in HELLOS[1:]),
+    *(encode_head(HELLOS[0]) + encode_head(Listening(NOWHERE)), encode_head(Listening(NOWHERE))),
+    *(encode_head(HELLOS[0], 1 << 30), encode_head(Abort(""), 2**32 - 1), encode_head(Refused(), 5) + b"words"),
     encode_head(Members(bytes(16), "tcp"), 1 << 20) + bytes(1 << 12),
-    encode_head(Refused(), 5) + b"words",
 ]
 
 
@@ -303,27 +241,6 @@ def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
 
         monkeypatch.setattr(Listener, "__init__", listened)
         form(start(Listener(address, TOKEN), 3, range(3)))
-
-
-@pytest.mark.parametrize("says", [RUBBISH[5], *RUBBISH[-3:]])
-def test_what_a_stranger_announces_is_refused_before_it_is_read(listener, says):
-    first = Started(listener, 0, 2)
-    stranger = knock(listener.address)
-    stranger._socket.sendall(says)
-    told = refusal_of(stranger)
-    assert "a caller sent another message" in told or "payload of 'hello' is too long" in told
-    form([first, *start(listener, 2, [1])])
-
-
-def test_of_too_many_silent_strangers_the_first_make_room(listener):
-    with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(contextlib.closing(knock(listener.address))) for _ in range(100)]
-        first = Started(listener, 0, 3)
-        with pytest.raises(PeerLost, match="closed the connection"):
-            strangers[100 - 64 - 3 - 1].receive()
-        strangers[-1].send(Hello(1, 3, "", new_nonce()))
-        strangers[-1].expect(Nonce)
-        form([first, *start(listener, 3, [1, 2])])
 
 
 def test_where_descriptors_are_short_strangers_make_room(listener):
@@ -348,44 +265,10 @@ def test_where_descriptors_are_short_strangers_make_room(listener):
 
 def test_who_calls_without_descriptors_is_told_at_once(listener, monkeypatch):
     """Not after the whole timeout, as where nobody answers."""
-
-    def none_left(address, timeout):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(mesh_module, "connect_once", none_left)
+    monkeypatch.setattr(mesh_module, "connect_once", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     kind, told = Started(listener.address, 1, 2, clock=lambda: 0.0).error()
     assert kind is ExchangeError
-    assert told == "rank 1 can have no more connections (Too many open files); raise the limit: ulimit -n"
-
-
-def test_a_stranger_learns_a_nonce_alone(listener):
-    first = Started(listener, 0, 2, job="run 1")
-    channel = knock(listener.address)
-    channel.send(Hello(1, 3, "another", new_nonce()))
-    channel.expect(Nonce)
-    channel.send(Proof(bytes(32)))
-    assert refusal_of(channel) == "rank 1 has another token; start all with the same token="
-    form([first, *start(listener, 2, [1], job="run 1")])
-
-
-def test_a_proof_is_good_for_one_call_to_one_rank_of_one_group(listener):
-    first = Started(listener, 0, 3)
-    for role, changes, called, group in [
-        ("called", {}, 0, b""),
-        ("worker", {}, 0, b""),
-        ("caller", {}, 1, b""),
-        ("caller", {}, 0, bytes(16)),
-        ("caller", {"rank": 2}, 0, b""),
-        ("caller", {"nonce": new_nonce()}, 0, b""),
-    ]:
-        hello = Hello(1, 3, "", new_nonce())
-        channel = knock(listener.address)
-        channel.send(hello)
-        nonce, _ = channel.expect(Nonce)
-        said = Hello(**{**vars(hello), **changes})
-        channel.send(Proof(proof(TOKEN, role, said, nonce.nonce, called, group)))
-        assert "rank 1 has another token" in refusal_of(channel)
-    form([first, *start(listener, 3, [1, 2])])
+    assert "ulimit" in told
 
 
 @pytest.mark.parametrize("passed_on_to", [None, 0])
@@ -403,7 +286,9 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
         answer = bytes(32) if passed_on_to is None else proof(TOKEN, "called", hello, nonce, passed_on_to, group)
         assert given.proof == proof(TOKEN, "caller", hello, nonce, 1, group)
         impostor.send(Proof(answer))
-        assert second.error() == (HandshakeRefused, "rank 1 has another token; start all with the same token=")
+        kind, told = second.error()
+        assert kind is HandshakeRefused
+        assert "rank 1 has another token" in told
         impostor.close()
         one.close()
     first.link().close()
@@ -412,56 +297,25 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
 # ---- who does not belong ----
 
 
-def test_another_token_is_refused_and_the_group_goes_on(listener):
-    first = Started(listener, 0, 2)
-    [wrong] = start(listener, 2, [1], token="a secret of others")
-    assert wrong.error() == (
-        HandshakeRefused,
-        "rank 0 refuses: rank 1 has another token; start all with the same token=",
-    )
-    form([first, *start(listener, 2, [1])])
-
-
-def test_another_job_is_refused_by_both_names_and_the_group_goes_on(listener):
-    first = Started(listener, 0, 2, job="run 1")
-    for other in ("run 2", "", "RUN 1"):
-        [stray] = start(listener, 2, [1], job=other)
-        kind, told = stray.error()
-        assert kind is HandshakeRefused
-        assert f"rank 1 belongs to another job: got job={other!r}, expected job='run 1'" in told
-    form([first, *start(listener, 2, [1], job="run 1")])
-
-
 def test_a_rank_that_has_joined_already_is_refused_and_the_group_goes_on(listener):
     first = Started(listener, 0, 3)
     joined = call(listener.address, 1, 3)
-    [again] = start(listener, 3, [1])
-    told = (HandshakeRefused, "rank 0 refuses: rank 1 has joined already; give each process its own rank")
-    assert again.error() == told
-    zero = Started(listener.address, 0, 3)
-    assert zero.error() == (told[0], told[1].replace("rank 1", "rank 0"))
+    for rank in (1, 0):
+        kind, told = Started(listener.address, rank, 3).error()
+        assert kind is HandshakeRefused
+        assert f"rank {rank} has joined already" in told
     joined.close()
     form([first, *start(listener, 3, [1, 2])])
 
 
-def test_another_world_size_ends_the_group_for_all_that_came(listener):
-    first, joined = Started(listener, 0, 3), call(listener.address, 1, 3)
-    said = "rank 2 was started for another world size: got 4, expected 3"
-    other = Started(listener.address, 2, 4)
-    for kind, told in (first.error(), other.error(), told_by(joined)):
+@pytest.mark.parametrize("far", ["tcp://10.0.0.7:5", None])
+def test_another_world_size_and_a_rank_that_another_cannot_reach_end_the_group_for_all_that_came(listener, far):
+    first, joined = Started(listener, 0, 3), meet(listener.address, 1, 3, "tcp://127.0.0.1:5")
+    other = meet(listener.address, 2, 3, far) if far else Started(listener.address, 2, 4)
+    word = "rank 2 cannot reach rank 1" if far else "rank 2 was started for another world size"
+    for kind, told in (first.error(), told_by(joined), told_by(other) if far else other.error()):
         assert kind is HandshakeRefused
-        assert said in told
-
-
-def test_ranks_that_cannot_reach_each_other_are_refused(listener):
-    first = Started(listener, 0, 3)
-    channels = [
-        meet(listener.address, rank, 3, url) for rank, url in ((1, "tcp://127.0.0.1:5"), (2, "tcp://10.0.0.7:5"))
-    ]
-    said = "rank 2 cannot reach rank 1, which called rank 0 from loopback: got 127.0.0.1 and 10.0.0.7"
-    for kind, told in (first.error(), *map(told_by, channels)):
-        assert kind is HandshakeRefused
-        assert said in told
+        assert word in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only on Linux all of 127.0.0.0/8 is loopback")
@@ -482,7 +336,7 @@ def test_a_rank_beside_rank_0_that_knows_it_by_a_name_for_loopback_is_found_at_r
     assert others == {"127.0.0.2", "127.0.1.1", "127.0.0.1"}  # rank 1 from rank 2, ranks 1 and 2 from rank 3
 
 
-@pytest.mark.parametrize("url", ["", "http://127.0.0.1:5", "tcp://127.0.0.1", "x" * 4000])
+@pytest.mark.parametrize("url", ["", "tcp://127.0.0.1"])
 def test_a_rank_that_listens_nowhere_is_refused(listener, url):
     first = Started(listener, 0, 2)
     assert "a rank sent an invalid address" in refusal_of(meet(listener.address, 1, 2, url))
@@ -515,7 +369,8 @@ def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener
     clock.jump(listener.address)
     kind, told = first.error()
     assert kind is PeerLost
-    assert "rank 0 waits for ranks that have not joined: 1, 3: got 7 s; start all ranks (last refused" in told
+    assert "not joined: 1, 3: got 7 s" in told
+    assert "last refused" in told
     assert told_by(joined) == (kind, told)
 
 
@@ -550,29 +405,13 @@ def test_a_rank_that_another_does_not_call_names_it(listener, listeners):
             stranger.send(Hello(2, 3, "", new_nonce()))
             stranger.expect(Nonce)  # now rank 1 accepts
             clock.jump(listeners[0].address)
-        told = "rank 1 waits for ranks that have not joined: 2: got 60 s; start all ranks"
-        assert second.error() == (PeerLost, told)
-
-
-def test_what_a_rank_sends_before_all_are_connected_is_left_for_the_link(listener, listeners):
-    started = start(listener, 4, [0, 1])
-    channels = [meet(listener.address, rank, 4) for rank in (2, 3)]
-    group = channels[0].expect(Members)[0].group
-    [second] = listeners
-    channels.append(call(second.address, 2, 4, called=1, group=group))
-    channels[-1]._socket.sendall(b"early")
-    stranger = knock(second.address)
-    stranger.send(Abort(""))
-    refusal_of(stranger)  # after what came early has been seen too
-    channels.append(call(second.address, 3, 4, called=1, group=group))
-    links = [rank.link() for rank in started]
-    assert links[1]._connections[2][0].socket.recv(9) == b"early"
-    for each in (*links, *channels):
-        each.close()
+        kind, told = second.error()
+        assert kind is PeerLost
+        assert "not joined: 2" in told
 
 
 def test_a_rank_that_was_let_in_and_has_not_heard_so_is_let_in_again(listener, listeners):
-    """Its connection was reset before the answer came; one that is still there is refused."""
+    """Its connection was reset before the answer came; one that is there is refused; what it sends is kept."""
     started = start(listener, 4, [0, 1])
     with contextlib.ExitStack() as stack:
         two, _ = (stack.enter_context(contextlib.closing(meet(listener.address, rank, 4))) for rank in (2, 3))
@@ -585,49 +424,29 @@ def test_a_rank_that_was_let_in_and_has_not_heard_so_is_let_in_again(listener, l
             lost.close()
         there = stack.enter_context(contextlib.closing(call(second.address, 2, 4, called=1, group=group)))
         hello = Hello(2, 4, "", new_nonce())
-        again = knock(second.address)
-        again.send(hello)
-        nonce = again.expect(Nonce)[0].nonce
-        again.send(Proof(proof(TOKEN, "caller", hello, nonce, 1, group)))
-        assert "rank 2 has joined already" in refusal_of(again)
+        for says in (b"", b"early"):
+            there._socket.sendall(says)
+            again = knock(second.address)
+            again.send(hello)
+            nonce = again.expect(Nonce)[0].nonce
+            again.send(Proof(proof(TOKEN, "caller", hello, nonce, 1, group)))
+            assert "rank 2 has joined already" in refusal_of(again)
         stack.enter_context(contextlib.closing(call(second.address, 3, 4, called=1, group=group)))
         links = [rank.link() for rank in started]
-        there._socket.sendall(b"late")
-        assert links[1]._connections[2][0].socket.recv(9) == b"late"
+        assert links[1]._connections[2][0].socket.recv(9) == b"early"
         for link in links:
             link.close()
 
 
-def test_a_rank_says_that_rank_0_was_not_reached():
-    port = free_port()
-    kind, told = Started(("127.0.0.1", port), 1, 2, timeout=0.1).error()
-    assert kind is PeerLost
-    assert f"rank 1 has not reached rank 0 at 127.0.0.1:{port} (" in told
-
-
 def test_a_rank_says_that_rank_0_waits_for_others(listener):
+    """In the middle of its answer; at the first one: hostile/test_slow.py."""
     second = Started(listener.address, 1, 3, clock=(clock := Clock()))
     with contextlib.closing(answered(listener)) as channel:
         clock.now = 1e8
         channel._socket.sendall(encode_head(Members(bytes(16), "tcp"))[:1])
         kind, told = second.error()
         assert kind is PeerLost
-        assert "rank 1 has not heard from rank 0 that all have joined (timed out): got 60 s" in told
-
-
-def test_who_answers_byte_by_byte_is_waited_for_to_the_deadline_and_no_longer(listener):
-    listener.socket.setblocking(True)
-    second = Started(listener.address, 1, 2, clock=(clock := Clock()))
-    with listener.socket.accept()[0] as dripping:
-        Channel(dripping, "rank 1").expect(Hello)
-        answer = encode_head(Nonce(bytes(32), ""))
-        dripping.sendall(answer[:1])
-        clock.now = 1e8
-        with contextlib.suppress(ConnectionError):  # it may have looked at the clock before this comes, and be gone
-            dripping.sendall(answer[1:2])
-        kind, told = second.error()
-        assert kind is PeerLost
-        assert "rank 1 has not reached rank 0" in told
+        assert "rank 1 has not heard from rank 0 that all have joined" in told
 
 
 # ---- over TCP, on one host ----
@@ -652,125 +471,93 @@ def test_ranks_of_one_host_find_that_out(beside, link):
 
 
 @ONE_HOST
-def test_where_one_rank_is_elsewhere_all_go_over_tcp(beside):
+@pytest.mark.parametrize("link", [None, "unix"])
+def test_where_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link(beside, link):
     """One by hand, which stays with the connection over TCP as whoever does not reach the Unix socket."""
-    started = start(beside, 3, [0, 1])
+    started = start(beside, 3, [0, 1], link=link)
     with contextlib.closing(meet(beside.address, 2, 3)) as far:
+        if link is not None:
+            for kind, says in (*(rank.error() for rank in started), told_by(far)):
+                assert kind is HandshakeRefused
+                assert "got rank 2 elsewhere" in says
+            return
         members, table = far.expect(Members)
         assert members.link == "tcp"
         host, port = address_of(msgpack.unpackb(table)[0])
         with contextlib.closing(call((host, port), 2, 3, called=1, group=members.group)):
-            links = [rank.link() for rank in started]
-            assert [link.name for link in links] == ["tcp", "tcp"]
-            for link in links:
-                link.close()
+            assert [link.name for link in form(started)] == ["tcp", "tcp"]
 
 
 @ONE_HOST
-def test_a_link_for_one_host_is_refused_to_all_where_a_rank_is_elsewhere(beside):
-    started = start(beside, 3, [0, 1], link="unix")
-    with contextlib.closing(meet(beside.address, 2, 3)) as far:
-        told = "link='unix' needs all ranks on the host of rank 0, and in its network namespace: got rank 2 elsewhere"
-        for kind, says in (started[0].error(), started[1].error(), told_by(far)):
-            assert kind is HandshakeRefused
-            assert says.startswith(told)
-
-
-@ONE_HOST
-def test_who_finds_a_unix_socket_busy_tries_again(monkeypatch):
+def test_who_finds_a_unix_socket_busy_tries_again(beside, monkeypatch):
     """Its backlog is full, as strangers may have it, who know its name: that is no reason to go over TCP."""
-    sound, failed = connect_once, []
+    failed = []
 
     def busy(address, timeout):
         if isinstance(address, str) and len(failed) < 3:
             failed.append(address)
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return sound(address, timeout)
+        return connect_once(address, timeout)
 
     monkeypatch.setattr(mesh_module, "connect_once", busy)
-    links = form(start(Listener(("127.0.0.1", 0), TOKEN, is_beside=True), 3, range(3)))
-    assert [link.name for link in links] == ["shared_memory"] * 3
+    assert [link.name for link in form(start(beside, 3, range(3)))] == ["shared_memory"] * 3
     assert len(failed) == 3
 
 
 @ONE_HOST
 def test_where_all_are_on_one_host_a_rank_that_is_not_reached_there_is_named(beside, monkeypatch):
-    sound, rank_1 = connect_once, []
+    tried, clock = threading.Event(), Clock()
 
     def nobody(address, timeout):
         if is_nameless(address) and address != nameless(beside.beside):
-            rank_1.append(address)
+            tried.set()
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        return sound(address, timeout)
+        return connect_once(address, timeout)
 
     monkeypatch.setattr(mesh_module, "connect_once", nobody)
     monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
-    clock = Clock()
     started = [*start(beside, 3, [0, 1]), Started(beside.address, 2, 3, clock=clock)]
     started[0].link().close()
-    while not rank_1:
-        threading.Event().wait(0.001)
+    assert tried.wait(SOON)
     clock.now = 1e8
     kind, told = started[2].error()
     assert kind is PeerLost
-    assert re.match(r"rank 2 has not reached rank 1 at 127.0.0.1:\d+ \((Connection refused|timed out)\)", told)
+    assert "rank 2 has not reached rank 1" in told
 
 
-@pytest.mark.parametrize("name", ["nobody", "a" * 31, "A" * 32, "\n" + "a" * 31, "../" + "a" * 29])
+@pytest.mark.parametrize("name", ["a" * 31, "A" * 32, "../" + "a" * 29])
 def test_a_name_that_nobody_draws_is_refused(listener, name):
     second = Started(listener.address, 1, 2)
-    listener.socket.setblocking(True)
-    with listener.socket.accept()[0] as dripping:
-        channel = Channel(dripping, "rank 1")
-        channel.expect(Hello)
+    with contextlib.closing(called_by(listener)[0]) as channel:
         channel.send(Nonce(bytes(32), name))
-        assert second.error() == (ProtocolError, f"rank 0 sent an invalid name of a Unix socket: got {name!r}")
+        assert second.error()[0] is ProtocolError
 
 
 @ONE_HOST
 def test_a_name_leads_to_no_other_name(listener):
     second = Started(listener.address, 1, 2)
-    listener.socket.setblocking(True)
-    with contextlib.closing(listen_socket(nameless("0" * 32))) as trap, listener.socket.accept()[0] as first:
-        channels = [Channel(first, "rank 1")]
-        channels[0].expect(Hello)
-        channels[0].send(Nonce(bytes(32), "0" * 32))
-        with trap.accept()[0] as led:
-            channels.append(Channel(led, "rank 1"))
-            channels[1].expect(Hello)
-            channels[1].send(Nonce(bytes(32), "0" * 32))
-            kind, told = second.error()
-    assert kind is ProtocolError
-    assert told.startswith("rank 0 sent an invalid name of a Unix socket")
+    with contextlib.closing(listen_socket(nameless("0" * 32))) as trap, contextlib.ExitStack() as stack:
+        channel = stack.enter_context(contextlib.closing(called_by(listener)[0]))
+        channel.send(Nonce(bytes(32), "0" * 32))
+        led = stack.enter_context(contextlib.closing(Channel(trap.accept()[0], "rank 1")))
+        led.expect(Hello)
+        led.send(Nonce(bytes(32), "0" * 32))
+        assert second.error()[0] is ProtocolError
 
 
-def test_a_name_that_leads_nowhere_leaves_a_rank_where_it_is(listener):
-    listener.socket.setblocking(True)
-    second = Started(listener.address, 1, 2)
+@pytest.mark.parametrize(
+    ("chosen", "own", "kind"), [("tcp", None, None), ("pigeon", None, ProtocolError), ("tcp", "unix", HandshakeRefused)]
+)
+def test_the_link_is_what_rank_0_has_chosen_unless_it_cannot_be_or_another_was_asked_for(listener, chosen, own, kind):
+    """Where the name that rank 0 says leads nowhere."""
+    second = Started(listener.address, 1, 2, link=own)
     with contextlib.closing(answered(listener, "0" * 32)) as channel:
-        channel.send(Members(bytes(16), "tcp"), msgpack.packb([NOWHERE]))
-        assert second.link().name == "tcp"
-        second.link().close()
-
-
-def test_a_link_that_rank_0_cannot_have_chosen(listener):
-    second = Started(listener.address, 1, 2)
-    with contextlib.closing(answered(listener)) as channel:
-        channel.send(Members(bytes(16), "pigeon"), msgpack.packb([NOWHERE]))
-        assert second.error() == (
-            ProtocolError,
-            "rank 0 chose an unknown link: got 'pigeon', expected one of tcp, unix, shared_memory",
-        )
-
-
-def test_a_rank_that_was_given_another_link_does_not_join(listener):
-    second = Started(listener.address, 1, 2, link="unix")
-    with contextlib.closing(answered(listener)) as channel:
-        channel.send(Members(bytes(16), "tcp"), msgpack.packb([NOWHERE]))
-        told = "rank 1 was given another link than the group's: got 'unix', expected 'tcp'; pass the same link on all"
-        kind, says = second.error()
-        assert kind is HandshakeRefused
-        assert says.startswith(told)
+        channel.send(Members(bytes(16), chosen), msgpack.packb([NOWHERE]))
+        if kind is None:
+            assert second.link().name == "tcp"
+            second.link().close()
+        else:
+            assert second.error()[0] is kind
 
 
 # ---- the listener ----
@@ -786,7 +573,7 @@ def test_a_path_is_for_this_user_alone_and_a_stale_one_is_removed(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(CallerError, match="cannot listen at"):
+    with pytest.raises(CallerError):
         Listener(str(path))
     second.close()
     assert not path.exists()
@@ -800,16 +587,14 @@ def test_a_path_that_is_too_long_with_the_last_ranks_number_is_refused_on_all_ra
     path += "s" * (MOST_PATH_BYTES - len(".10") - len(path))
     for rank in (0, 1, 10):
         Meeting(path, rank, 11).close()
-        with pytest.raises(
-            CallerError, match=rf"too long for a Unix socket of each rank: .*s\.100: .* {MOST_PATH_BYTES};"
-        ):
+        with pytest.raises(CallerError, match=f"{MOST_PATH_BYTES}"):
             Meeting(path, rank, 101)
     assert not Path(path).exists()
 
 
 @pytest.mark.parametrize("token", [None, ""])
 def test_an_address_beyond_loopback_needs_a_token(token):
-    with pytest.raises(CallerError, match="reachable from other machines and there is no token"):
+    with pytest.raises(CallerError, match="no token"):
         Listener(("0.0.0.0", 0), token)
     Listener(("0.0.0.0", 0), TOKEN).close()
 
@@ -818,29 +603,6 @@ def test_arguments_out_of_range(listener):
     for changes in ({"rank": 2}, {"timeout": 0}, {"job": "two\nlines"}, {"token": 7}):
         with pytest.raises(CallerError):
             mesh(listener, **{"rank": 0, "world_size": 2, "timeout": 1.0} | changes)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is not installed")
-def test_a_forked_child_does_not_keep_the_address():
-    script = """
-import os
-from gradengine.exchange.listener import Listener
-
-listener = Listener(("127.0.0.1", 0))
-(heard, told), (is_there, says) = os.pipe(), os.pipe()
-child = os.fork()
-if not child:
-    os.close(told)
-    os.write(says, b"1")
-    os.read(heard, 1)  # until its parent has seen what it is to see
-    os._exit(0)
-os.read(is_there, 1)
-listener.close()
-Listener(listener.address).close()
-os.close(told)
-os.waitpid(child, 0)
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, check=True)
 
 
 # ---- Ctrl-C ----

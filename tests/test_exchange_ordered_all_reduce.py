@@ -8,6 +8,7 @@ import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transports import rank_order_sum
 
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError, WindowError
 from gradengine.exchange.frontiers import State
@@ -47,11 +48,8 @@ def random_parts(layout, world_size, seed, magnitude=1.0):
 
 
 def sum_of(parts):
-    total = parts[0]
     with np.errstate(all="ignore"):
-        for part in parts[1:]:
-            total = total + part
-    return total
+        return rank_order_sum([*parts])
 
 
 def squares_of(layout, total):
@@ -265,6 +263,18 @@ class Group:
             self.check(number)
         return turns
 
+    def settle(self, stalled, early=()):
+        """Until nothing can happen, where some links move nothing, and those buffer what is sent."""
+        self.stalled, self.early = set(stalled), set(early)
+        while self.turn():
+            pass
+        self.stalled = set()
+        return self
+
+    def states(self, rank):
+        """Of the shares of SMALL, on one rank."""
+        return [*map(State, self.ranks[rank].frontier()[HEADER:KNOWN])]
+
     def check(self, number):
         """One rank has the sums of its step, and their facts."""
         rank, parts = self.ranks[number], self.steps[self.ranks[number].step]
@@ -280,48 +290,39 @@ class Group:
         assert [repr(bad.value) for bad in rank.bad] == [repr(float(parts[rank, index])) for index, rank in found]
 
 
-KINDS = ("mesh", "star", "any", "served")
+MANY_SPANS = GradientLayout.of({f"layers.{n}.w": (40, 1 + n % 3) for n in range(14)})
 
 
 @st.composite
-def groups(draws, steps=1, kinds=KINDS):
-    layout, world_size = draws(draw.uneven_layouts(CHUNK)), draws(st.integers(1, 6))
+def groups(draws):
+    """A group of any layout and cut, with some steps, and after which turns it loses its links."""
+    layout, world_size = draws(draw.uneven_layouts(CHUNK) | st.just(MANY_SPANS)), draws(st.integers(1, 6))
     bucket_bytes, seed = draws(st.sampled_from([4, 200, 1000, 1 << 22])), draws(draw.seeds)
-    kind = draws(st.sampled_from(kinds))
+    kind = draws(st.sampled_from(["mesh", "star", "any", "served"]))
     owner = {"star": world_size - 1, "served": world_size}.get(kind)
     shares = shares_of(layout, world_size, bucket_bytes, owner=owner)
     if kind == "any":
         numbers = random.Random(seed)
         shares = owned_by(lambda _: numbers.randrange(world_size), layout, world_size, bucket_bytes)
-    parts = [
-        random_parts(layout, world_size, [seed, n], draws(st.sampled_from([1.0, 1e-30, 1e38]))) for n in range(steps)
-    ]
+    magnitudes = draws(st.lists(st.sampled_from([1.0, 1e-30, 1e38]), min_size=1, max_size=3))
+    parts = [random_parts(layout, world_size, [seed, n], magnitude) for n, magnitude in enumerate(magnitudes)]
     elements = [index for slot in layout.slots for index in (slot.offset, slot.stop - 1) if slot.size]
     for _ in range(draws(st.sampled_from([0, 0, 0, 1, 4])) if elements else 0):
         rank, index = draws(st.integers(0, world_size - 1)), draws(st.sampled_from(elements))
         parts[0][rank, index] = draws(st.sampled_from([np.nan, np.inf, -np.inf, 3.4e38]))
-    in_flight = draws(st.sampled_from([0, 500, 8 << 20]))
+    in_flight = draws(st.sampled_from([0, 500, 8 << 20]))  # 0: with one row of each kind nobody waits for ever
     on_devices = draws(st.sets(st.integers(0, world_size - 1)))
     reads_in_place = kind != "served" and draws(st.booleans())
-    return Group(layout, shares, parts, seed, in_flight, reads_in_place=reads_in_place, on_devices=on_devices)
+    group = Group(layout, shares, parts, seed, in_flight, reads_in_place=reads_in_place, on_devices=on_devices)
+    losses = draws(st.just([]) if kind == "served" else st.lists(st.integers(0, 150), max_size=4))
+    group.waits_for_all = bool(losses)
+    return group, losses
 
 
 @given(groups())
-@settings(max_examples=200)
-def test_every_rank_ends_with_the_sums_in_rank_order_and_the_same_facts(group):
-    group.run()
-
-
-@given(groups(steps=3))
-@settings(max_examples=100)
-def test_a_faster_ranks_next_step_is_not_taken_for_this_one(group):
-    group.run()
-
-
-@given(groups(steps=2, kinds=KINDS[:-1]), st.lists(st.integers(0, 150), max_size=4))
-@settings(max_examples=300)
-def test_a_step_that_loses_its_links_ends_with_the_same_bytes(group, losses):
-    group.waits_for_all = True
+@settings(max_examples=120)
+def test_every_step_ends_with_the_sums_in_rank_order_and_the_same_facts_also_where_links_are_lost(drawn):
+    group, losses = drawn
     group.run(losses)
 
 
@@ -331,160 +332,87 @@ def small_group(world_size=3, seed=0, owners=None, **options):
     return Group(SMALL, shares, [random_parts(SMALL, world_size, [seed])], seed, **options)
 
 
-@pytest.mark.parametrize("on_devices", [(), (1,), (0, 1, 2)])
-@pytest.mark.parametrize("reads_in_place", [False, True])
-def test_lost_at_any_moment_and_lost_again(reads_in_place, on_devices):
+@pytest.mark.parametrize(("reads_in_place", "on_devices"), [(False, ()), (True, (1,)), (False, (0, 1, 2))])
+def test_a_step_that_is_lost_at_any_moment_and_lost_again_ends_alike(reads_in_place, on_devices):
     options = {"reads_in_place": reads_in_place, "on_devices": on_devices, "in_flight": 200 if on_devices else 1 << 20}
     turns = small_group(**options).run()
     assert turns > 60
     for turn in range(turns):
-        for losses in ([turn], [turn, turn + 4]):
-            small_group(**options).run(losses)
+        small_group(**options).run([turn, turn + 4] if turn % 2 else [turn])
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_with_one_row_of_each_kind_nobody_waits_for_ever(seed):
-    """Links that are streams, on which what cannot be received yet holds up what is behind it; lost now and then."""
-    numbers, world_size = random.Random(seed), 2 + seed % 4
-    layout = GradientLayout.of({f"layers.{n}.w": (40,) for n in range(14)})
-    parts = [random_parts(layout, world_size, [seed, n]) for n in range(2)]
-    shares = owned_by(lambda _: numbers.randrange(world_size), layout, world_size)
-    on_devices = [rank for rank in range(world_size) if numbers.random() < 0.6]
-    group = Group(layout, shares, parts, seed, in_flight=numbers.choice([0, 400]), on_devices=on_devices)
-    group.are_streams = group.waits_for_all = True
-    group.run({numbers.randrange(600) for _ in range(seed % 3)})
+TWELVE = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
+
+
+@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
+def test_memory_is_that_of_the_shares_in_flight_alone(in_flight, shares):
+    """The owner's for the others' parts, a server's for sums too, and rows of arenas on devices."""
+    for owner, parts_of_others in ((1, 2), (3, 3)):
+        cut, parts = owned_by(lambda _, owner=owner: owner, TWELVE, 3), [random_parts(TWELVE, 3, [n]) for n in range(2)]
+        group = Group(TWELVE, cut, parts, 1, in_flight, on_devices=range(3) if owner == 1 else ())
+        group.run()
+        assert {rank: len(rows) for rank, rows in group.buffers.items()} == {owner: parts_of_others * shares}
+        rows = {rank: [len(rows) for rows in each.given] for rank, each in group.rows.items()}
+        assert rows == ({0: [shares, 0], 1: [0, shares], 2: [shares, 0]} if owner == 1 else {})
+    assert [len(rows) for rows in group.ranks[3]._free_rows] == [0, shares]
 
 
 def stuck(world_size, stalled, owners=lambda _: 0):
-    """Until nothing can happen, where some links move nothing."""
-    group = small_group(world_size, owners=owners)
-    group.stalled, group.early = set(stalled), set()
-    while group.turn():
-        pass
-    return group
+    return small_group(world_size, owners=owners).settle(stalled)
 
 
-def test_a_sum_is_sent_again_to_who_lacks_it_alone():
-    group = stuck(3, {(0, 2)})
-    assert [*map(State, group.ranks[2].frontier()[HEADER:KNOWN])] == [State.RECEIVING] * 4
-    group.stalled = set()
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("stalled", [(2, 0), (0, 2)])
+def test_what_is_lacking_is_sent_again_and_nothing_else(stalled, is_damaged):
+    """But a part that was written over, before there was a sum, by a message whose tag was damaged is lost."""
+    group = stuck(3, {stalled})
+    parts = {(rank, 0, tag(PART, n)) for n in range(4) for rank in (1, 2)}
+    sums = {(0, 2, tag(SUM, n)) for n in range(4)} | {(0, 2, tag(FACTS, 0))}  # to who lacks it alone
+    if is_damaged:
+        group.ranks[2].damaged(0, tag(SUM, 1))
+        assert group.ranks[2].may_hold_sums
+    if is_damaged and stalled == (2, 0):
+        frontiers = [rank.frontier() for rank in group.ranks]
+        for rank in group.ranks:
+            refused(rank, rank.resume, frontiers, match=r"rank 2 has lost its part of share 1 .*; discard\(\) the")
+        return
     group.lose()
     group.collect()
-    assert {*group.sends} == {(0, 2, tag(SUM, n)) for n in range(4)} | {(0, 2, tag(FACTS, 0))}
-    assert {*group.sends} == {*group.receives}
+    sent = parts if stalled == (2, 0) else sums
+    assert {*group.sends} == sent
+    assert {*group.receives} >= sent
     group.run()
 
 
-def test_a_sum_that_was_damaged_on_the_way_is_sent_again():
-    group = stuck(3, {(0, 2)})
-    rank, group.stalled = group.ranks[2], set()
-    rank.damaged(0, tag(SUM, 1))
-    assert State(rank.frontier()[HEADER + 1]) is State.DAMAGED
-    assert rank.may_hold_sums
-    group.lose()
-    group.run()
-
-
-def test_a_part_that_was_written_over_before_there_was_a_sum_is_lost():
-    """By a message whose tag was damaged: what is in the arena is neither this rank's part nor the sum."""
-    group = stuck(3, {(2, 0), (0, 2)})
-    group.ranks[1].damaged(0, tag(SUM, 1))
-    frontiers = [rank.frontier() for rank in group.ranks]
-    for rank in group.ranks:
-        refused(rank, rank.resume, frontiers, match=r"rank 1 has lost its part of share 1 .*; discard\(\) the")
-
-
-@pytest.mark.parametrize("lost", [(2, tag(PART, 1)), (2, tag(FACTS, 2)), (2, tag(SUM, 1))])
-def test_what_is_damaged_elsewhere_costs_no_part(lost):
-    """In what is received besides sums, or in what says that an own sum was read."""
+def test_what_is_damaged_elsewhere_costs_no_part():
+    """In what is received besides sums, in what says that an own sum was read; nor is a device's arena written over."""
+    on_device = small_group(3, on_devices=(0, 1, 2), owners=lambda _: 0).ranks[1]
     rank = stuck(3, {(2, 0), (2, 1), (1, 2)}, owners=lambda number: number % 3).ranks[1]
-    before = rank.frontier()
-    rank.damaged(*lost)
-    assert rank.frontier() == before
-
-
-def test_a_devices_part_is_not_written_over_by_what_was_damaged():
-    rank = small_group(3, on_devices=(0, 1, 2), owners=lambda _: 0).ranks[1]
-    before = rank.frontier()
-    rank.damaged(0, tag(SUM, 1))
-    assert rank.frontier() == before
-
-
-def test_what_was_not_summed_begins_anew():
-    group = stuck(3, {(2, 0)})
-    group.stalled = set()
-    group.lose()
-    group.collect()
-    assert {*group.sends} == {(rank, 0, tag(PART, n)) for n in range(4) for rank in (1, 2)}
-    group.run()
+    for each, peer, kind, number in (
+        (rank, 2, PART, 1),
+        (rank, 2, FACTS, 2),
+        (rank, 2, SUM, 1),
+        (on_device, 0, SUM, 1),
+    ):
+        before = each.frontier()
+        each.damaged(peer, tag(kind, number))
+        assert each.frontier() == before
 
 
 def test_done_is_only_who_may_overwrite_the_arena():
     group = stuck(2, {(0, 1)})
-    assert {*group.ranks[0].frontier()[HEADER:KNOWN]} == {State.SUMMED}
-    assert np.isfinite(group.ranks[0].squares).all()
-    assert not group.ranks[0].is_done
+    first, second = group.ranks
+    assert {*group.states(0)} == {State.SUMMED}
+    assert np.isfinite(first.squares).all()
+    assert not first.is_done
     with pytest.raises(WindowError, match="step 0 is not summed on all ranks"):
-        group.ranks[0].next_step()
+        first.next_step()
     with pytest.raises(WindowError, match=r"the facts of step 0 are not here: got none of ranks \[0\]"):
-        print(group.ranks[1].bad)
-    group.stalled = set()
+        print(second.bad)
     group.run()
-
-
-def test_a_lone_rank_sends_nothing():
-    group = small_group(1)
-    group.run()
-    assert not group.buffers
-
-
-@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
-def test_an_owner_receives_into_few_buffers_again_and_again(in_flight, shares):
-    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
-    group = Group(
-        layout, owned_by(lambda _: 1, layout, 3), [random_parts(layout, 3, [n]) for n in range(2)], 1, in_flight
-    )
-    group.run()
-    assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {1: 2 * shares}
-
-
-@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
-def test_a_devices_arena_has_rows_for_the_shares_that_are_on_their_way(in_flight, shares):
-    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
-    parts = [random_parts(layout, 3, [n]) for n in range(2)]
-    group = Group(layout, owned_by(lambda _: 1, layout, 3), parts, 1, in_flight, on_devices=range(3))
-    group.run()
-    rows = {rank: [len(rows) for rows in each.given] for rank, each in group.rows.items()}
-    assert rows == {0: [shares, 0], 1: [0, shares], 2: [shares, 0]}
 
 
 # ---- a server beside the ranks ----
-
-
-def served(world_size=2, **options):
-    return small_group(world_size, owners=lambda _: world_size, **options)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_over_streams_to_a_server_nobody_waits_for_ever(seed):
-    numbers, world_size = random.Random(seed), 1 + seed % 4
-    layout = GradientLayout.of({f"layers.{n}.w": (40, 1 + n % 3) for n in range(14)})
-    parts = [random_parts(layout, world_size, [seed, n]) for n in range(3)]
-    on_devices = [rank for rank in range(world_size) if numbers.random() < 0.3]
-    shares = owned_by(lambda _: world_size, layout, world_size)
-    group = Group(layout, shares, parts, seed, in_flight=numbers.choice([0, 400]), on_devices=on_devices)
-    group.are_streams = True
-    group.run()
-
-
-@pytest.mark.parametrize(("in_flight", "shares"), [(0, 1), (512, 2), (1200, 4), (1 << 30, 12)])
-def test_a_servers_memory_is_that_of_the_shares_in_flight(in_flight, shares):
-    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
-    parts = [random_parts(layout, 3, [n]) for n in range(2)]
-    group = Group(layout, owned_by(lambda _: 3, layout, 3), parts, 1, in_flight)
-    group.run()
-    assert {rank: len(addresses) for rank, addresses in group.buffers.items()} == {3: 3 * shares}
-    assert [len(rows) for rows in group.ranks[3]._free_rows] == [0, shares]
 
 
 def test_padding_of_a_servers_sums_is_zero():
@@ -494,118 +422,71 @@ def test_padding_of_a_servers_sums_is_zero():
     group = Group(layout, shares_of(layout, 2, 400, owner=2), parts, 0, in_flight=0)
     group.ranks[2]._free_rows[1][0][:] = np.nan
     group.run()
-    for arena, part in zip(group.arenas, [sum_of(parts[1])] * 2, strict=True):
-        assert arena.tobytes() == part.tobytes()
+    assert {arena.tobytes() for arena in group.arenas} == {sum_of(parts[1]).tobytes()}
 
 
 def test_a_server_waits_for_a_part_once_another_is_there_and_then_for_who_takes_no_sum():
-    group = served()
-    server = group.ranks[2]
-    server_starts = group.unstarted[2]
-    while server_starts:
+    group = small_group(2, owners=lambda _: 2)
+    first, _, server = group.ranks
+    while group.unstarted[2]:
         group.start(2)
     assert server.awaited is None
-    group.stalled = {(1, 2)}
-    while group.turn():
-        pass
-    assert server.awaited == (1, "the part of share 0")
-    assert group.ranks[0].awaited == (2, "the sum of share 0")
-    group.stalled = {(2, 0)}
-    group.early = set()
-    while group.turn():
-        pass
+    group.settle({(1, 2)}, early=group.early)
+    assert (server.awaited, first.awaited) == ((1, "the part of share 0"), (2, "the sum of share 0"))
+    group.settle({(2, 0)})
     assert server.awaited == (0, "its receipt of the sum of share 0")
-    assert group.ranks[0].described(tag(FACTS, 2)) == "the facts of the server"
+    assert first.described(tag(FACTS, 2)) == "the facts of the server"
 
 
 def test_shares_whose_sum_has_not_begun_to_arrive_hold_parts_when_the_links_end():
-    group = served()
-    group.stalled, group.early = {(2, 0)}, set()
-    while group.turn():
-        pass
+    assert not small_group(2, owners=lambda _: 2).ranks[0].may_hold_sums
+    group = stuck(2, {(2, 0)}, owners=lambda _: 2)
     rank = group.ranks[0]
-    assert [*map(State, rank.frontier()[HEADER:KNOWN])] == [State.RECEIVING] * 4
+    assert group.states(0) == [State.RECEIVING] * 4
     assert rank.may_hold_sums
-    assert not served().ranks[0].may_hold_sums
-    unwritten = [Completion(Completed.RECEIVED, 2, tag(SUM, n)) for n in (0, 2, 3)]
-    rank.keep_parts([*unwritten, Completion(Completed.RECEIVED, 2, (1 << 21) - 2)])
-    assert [*map(State, rank.frontier()[HEADER:KNOWN])] == [State.SENT, State.RECEIVING, State.SENT, State.SENT]
-    assert rank.may_hold_sums
-    rank.keep_parts([Completion(Completed.RECEIVED, 2, tag(SUM, 1))])
-    assert not rank.may_hold_sums
+    for unwritten, is_left in (((0, 2, 3), True), ((1,), False)):
+        others = [Completion(Completed.RECEIVED, 2, (1 << 21) - 2)]
+        rank.keep_parts([*others, *(Completion(Completed.RECEIVED, 2, tag(SUM, number)) for number in unwritten)])
+        assert group.states(0) == [State.SENT, State.RECEIVING if is_left else State.SENT, State.SENT, State.SENT]
+        assert rank.may_hold_sums is is_left
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_parts_are_on_their_way_where_they_are_read_in_place_and_few_where_not(rank):
     """Also if the step goes on over links of the other kind, and back."""
-    layout = GradientLayout.of({f"layers.{n}.w": (64,) for n in range(12)})
-    shares, arena = owned_by(lambda _: 1, layout, 2), random_parts(layout, 1, [0])[0]
-    all_reduce = OrderedAllReduce(rank, 2, layout, shares, arena, KERNELS, in_flight=512, reads_in_place=True)
-    for span in layout.spans:
+    shares, arena = owned_by(lambda _: 1, TWELVE, 2), random_parts(TWELVE, 1, [0])[0]
+    all_reduce = OrderedAllReduce(rank, 2, TWELVE, shares, arena, KERNELS, in_flight=512, reads_in_place=True)
+    for span in TWELVE.spans:
         all_reduce.start(span)
-    kinds = [(True, 12), (False, 2), (True, 12), (None, 12), (False, 2), (None, 2)]
-    for reads_in_place, count in kinds:
+    for reads_in_place, count in [(True, 12), (False, 2), (True, 12), (None, 12), (False, 2), (None, 2)]:
         frontiers = [all_reduce.frontier(), b""]
         all_reduce.resume(frontiers if rank == 0 else frontiers[::-1], reads_in_place=reads_in_place)
         parts = [transfer for transfer in all_reduce.transfers() if transfer.tag % 6 // 2 == PART]
-        assert len(parts) == count
-        kind = Send if rank == 0 else Borrow if count == 12 else Receive
-        assert {*map(type, parts)} == {kind}
+        assert [*map(type, parts)] == [Send if rank == 0 else Borrow if count == 12 else Receive] * count
 
 
 def test_a_sum_is_nowhere_else_before_its_owners_device_has_it():
     group = small_group(3, owners=lambda _: 0, on_devices=[0])
-    group.early, turns = set(), 0
-    while not any(copy.is_to_arena for copy in group.copies):
+    group.early = set()
+    while not (first := [copy for copy in group.copies if copy.is_to_arena][:1]):
         assert group.turn()
         group.collect()
-        turns += 1
-    first = next(copy for copy in group.copies if copy.is_to_arena)
-    number = first.tag // 6
-    assert not any(key[0] == 0 and key[2] == tag(SUM, number) for key in group.sends)
-    assert State(group.ranks[0].frontier()[HEADER + number]) is State.SENT
-    group.make_copy(first)
-    assert State(group.ranks[0].frontier()[HEADER + number]) is State.SUMMED
-    group.collect()
-    assert {key for key in group.sends if key[2] == tag(SUM, number)} == {
-        (0, rank, tag(SUM, number)) for rank in (1, 2)
-    }
+    number = first[0].tag // 6
+    for state, receivers in ((State.SENT, set()), (State.SUMMED, {1, 2})):
+        assert {key[1] for key in group.sends if key[0] == 0 and key[2] == tag(SUM, number)} == receivers
+        assert group.states(0)[number] is state
+        if not receivers:
+            group.make_copy(first[0])
+            group.collect()
     group.run()
 
 
 def test_who_has_lent_a_part_receives_no_sum_in_its_place_before_all_parts_were_read():
     group = small_group(3, owners=lambda _: 0, reads_in_place=True)
-    group.stalled = {(2, 0)}
-    while group.turn():
-        pass
-    lent = {(1, 0, tag(PART, number)) for number in range(4)}
-    assert group.lent == lent & {*group.sends} == lent
-    assert [*map(State, group.ranks[1].frontier()[HEADER:KNOWN])] == [State.SENT] * 4
-    group.stalled = set()
+    group.settle({(2, 0)}, early=group.early)
+    assert group.lent == {(1, 0, tag(PART, number)) for number in range(4)} <= {*group.sends}
+    assert group.states(1) == [State.SENT] * 4
     group.run()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_sums_have_the_same_squares_for_any_number_of_ranks_and_any_cut(seed):
-    layout = GradientLayout.of({"layers.0.w": (CHUNK + 100,), "layers.1.w": (77,), "head": (300, 100)})
-    whole = np.zeros(layout.arena_size, np.float32)
-    numbers = np.random.default_rng(seed)
-    for slot in layout.slots:
-        whole[slot.offset : slot.stop] = numbers.integers(-(1 << 20), 1 << 20, slot.size)
-    found = set()
-    for world_size in range(1, 7):
-        parts = np.zeros((world_size, whole.size), np.float32)
-        for part in parts[:-1]:
-            part[whole != 0] = numbers.integers(-(1 << 20), 1 << 20, np.count_nonzero(whole))
-        parts[-1] = whole - parts[:-1].sum(axis=0)  # exact, as all are whole numbers below 2**24
-        for shares in (
-            shares_of(layout, world_size, 1 << (16 + world_size)),
-            owned_by(lambda n, size=world_size: n * 7 % size, layout, world_size),
-        ):
-            group = Group(layout, shares, [parts], seed)
-            group.run()
-            found.add(group.ranks[0].squares.tobytes())
-    assert found == {squares_of(layout, whole).tobytes()}
 
 
 # ---- what is refused ----
@@ -613,10 +494,14 @@ def test_equal_sums_have_the_same_squares_for_any_number_of_ranks_and_any_cut(se
 
 def refused(rank, call, *arguments, match):
     """And nothing has changed."""
-    before = rank.frontier(), {*rank._sends}, {*rank._receives}, rank._arena.tobytes()
+
+    def state():
+        return rank.frontier(), {*rank._sends}, {*rank._receives}, rank._arena.tobytes()
+
+    before = state()
     with pytest.raises((ProtocolError, HandshakeRefused), match=match):
         call(*arguments)
-    assert (rank.frontier(), {*rank._sends}, {*rank._receives}, rank._arena.tobytes()) == before
+    assert state() == before
     assert rank.transfers() == []
 
 
@@ -629,85 +514,53 @@ def started(rank=0, **options):
     return group.ranks[rank]
 
 
-@pytest.mark.parametrize(
-    ("peer", "number", "said"),
-    [
-        (1, tag(SUM, 1), "received from rank 1 out of turn: got the sum of share 1 of an even step"),  # part not gone
-        (2, tag(SUM, 0), "received from rank 2 out of turn: got the sum of share 0"),  # which rank 0 owns
-        (2, tag(PART, 1), "received from rank 2 out of turn: got the part of share 1"),  # which rank 1 owns
-        (1, tag(PART, 0, step=1), "got the part of share 0 of an odd step, expected each transfer of step 0 once"),
-        (1, tag(FACTS, 2), "received from rank 1 out of turn: got the facts of rank 2"),
-        (0, tag(PART, 0), "received from rank 0 out of turn"),
-        (3, tag(PART, 0), "received from rank 3 out of turn"),
-        (1, -1, "received from rank 1 out of turn"),
-        (1, 1 << 70, "received from rank 1 out of turn"),
-    ],
-)
-def test_what_is_received_out_of_turn_is_refused(peer, number, said):
+def test_what_is_received_out_of_turn_is_refused():
+    """A sum whose part is not gone, one that rank 0 owns, a part that rank 1 owns, of another step, no transfer's."""
     rank = started()
-    refused(rank, rank.received, peer, number, match=said)
+    numbers = [(1, tag(SUM, 1)), (2, tag(SUM, 0)), (2, tag(PART, 1)), (1, tag(PART, 0, step=1)), (1, tag(FACTS, 2))]
+    for peer, number in [*numbers, (0, tag(PART, 0)), (3, tag(PART, 0)), (1, -1), (1, 1 << 70)]:
+        refused(rank, rank.received, peer, number, match=f"rank {peer} out of turn")
 
 
-def test_a_part_of_another_size_is_not_read():
+def test_what_is_reported_twice_or_lent_with_another_size_is_refused():
+    rank = started()
+    for report, kind, number in ((rank.received, PART, 0), (rank.sent, PART, 1), (rank.received, SUM, 1)):
+        report(1, tag(kind, number))
+        rank.transfers()
+        refused(rank, report, 1, tag(kind, number), match=f" rank 1 out of turn: got the .* of share {number}")
     rank = started(reads_in_place=True)
-    said = "rank 1 lends another size as the part of share 0: got 36, expected 40"
-    refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match=said)
-
-
-def test_what_is_reported_twice_is_refused():
-    rank = started()
-    rank.received(1, tag(PART, 0))
-    refused(rank, rank.received, 1, tag(PART, 0), match="received from rank 1 out of turn: got the part of share 0")
-    rank.sent(1, tag(PART, 1))
-    rank.transfers()
-    refused(rank, rank.sent, 1, tag(PART, 1), match="sent to rank 1 out of turn: got the part of share 1")
-    rank.received(1, tag(SUM, 1))
-    refused(rank, rank.received, 1, tag(SUM, 1), match="received from rank 1 out of turn: got the sum of share 1")
-
-
-@pytest.mark.parametrize("index", [np.nan, np.inf, -2, 1 << 40, SMALL.arena_size])
-def test_facts_of_what_is_outside_of_the_arena_are_refused(index):
-    rank = started()
-    rank._facts[1][-6:] = (-1, 0, index, np.nan, -1, 0)
-    refused(rank, rank.received, 1, tag(FACTS, 1), match="rank 1 reports a NaN or Inf outside of the arena")
-
-
-def changed(frontier, at, value):
-    return frontier[:at] + bytes([value]) + frontier[at + 1 :]
+    refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match="lends another size")
+    for index in (np.nan, np.inf, -2, 1 << 40, SMALL.arena_size):
+        rank = started()
+        rank._facts[1][-6:] = (-1, 0, index, np.nan, -1, 0)
+        refused(rank, rank.received, 1, tag(FACTS, 1), match="rank 1 .* outside of the arena")
 
 
 @pytest.mark.parametrize(
-    ("rank", "change", "said"),
+    ("rank", "at", "value", "said"),
     [
-        (2, lambda told: told[:-1], "rank 2 sent another frontier: got 14 bytes, expected 15 bytes"),
-        (1, lambda told: changed(told, 0, 1), "rank 1 is in another step: got 1, expected 0"),
-        (0, lambda told: changed(told, HEADER + 3, State.SENT), "the frontier of rank 0 is not its own"),
-        (1, lambda told: changed(told, HEADER + 0, State.LOCAL), "rank 1 has not contributed to what step 0 has sum"),
-        (
-            2,
-            lambda told: changed(told, HEADER + 1, State.SUMMED),
-            "rank 2 sent an impossible state of share 1.* at its owner, rank 1",
-        ),
-        (1, lambda told: changed(told, HEADER + 1, State.RECEIVING), "rank 1 sent an impossible state of share 1"),
-        (2, lambda told: changed(told, HEADER + 0, 5), "rank 2 sent an impossible state of share 0: got state 5"),
-        (2, lambda told: changed(told, HEADER + 1, State.DAMAGED), "rank 2 has lost its part of share 1 in step 0"),
-        (2, lambda told: changed(told, KNOWN + 1, 1), "rank 2 sent an impossible state of rank 1's facts"),
-        (1, lambda told: changed(told, KNOWN + 1, 1), "rank 1 sent an impossible state of rank 1's facts"),
-        (2, lambda told: changed(told, KNOWN + 2, 0), "rank 2 sent an impossible state of rank 2's facts"),
-        (2, lambda told: changed(told, KNOWN + 0, 2), "rank 2 sent an impossible state of rank 0's facts"),
+        (2, slice(-1, None), b"", "rank 2 sent another frontier: got 14 bytes, expected 15 bytes"),
+        (1, 0, 1, "rank 1 is in another step: got 1, expected 0"),
+        (0, HEADER + 3, State.SENT, "the frontier of rank 0 is not its own"),
+        (1, HEADER + 0, State.LOCAL, "rank 1 has not contributed to what step 0 has sum"),
+        (2, HEADER + 1, State.SUMMED, "rank 2 sent an impossible state of share 1.* at its owner, rank 1"),
+        (1, HEADER + 1, State.RECEIVING, "rank 1 sent an impossible state of share 1"),
+        (2, HEADER + 0, 5, "rank 2 sent an impossible state of share 0: got state 5"),
+        (2, HEADER + 1, State.DAMAGED, "rank 2 has lost its part of share 1 in step 0"),
+        (2, KNOWN + 1, 1, "rank 2 sent an impossible state of rank 1's facts"),
+        (1, KNOWN + 1, 1, "rank 1 sent an impossible state of rank 1's facts"),
+        (2, KNOWN + 2, 0, "rank 2 sent an impossible state of rank 2's facts"),
+        (2, KNOWN + 0, 2, "rank 2 sent an impossible state of rank 0's facts"),
     ],
 )
-def test_frontiers_that_cannot_be_of_one_step_are_refused(rank, change, said):
+def test_frontiers_that_cannot_be_of_one_step_are_refused(rank, at, value, said):
     group = stuck(3, {(2, 1)}, owners=lambda number: number % 3)
-    frontiers = [each.frontier() for each in group.ranks]
+    frontiers = [bytearray(each.frontier()) for each in group.ranks]
     assert frontiers[0][HEADER:] == bytes([3, 2, 3, 3, 1, 0, 1]), "shares 0 and 3 are summed here, share 2 by rank 2"
-    frontiers[rank] = change(frontiers[rank])
+    frontiers[rank][at] = value
+    frontiers = [*map(bytes, frontiers)]
     refused(group.ranks[0], group.ranks[0].resume, frontiers, match=said)
-
-
-def test_another_number_of_frontiers_is_refused():
-    rank = started()
-    refused(rank, rank.resume, [rank.frontier()] * 2, match="another number of frontiers: got 2, expected 3")
+    refused(group.ranks[0], group.ranks[0].resume, frontiers[:2], match="another number of frontiers")
 
 
 def fresh(group, rank, part, step=0):
@@ -717,30 +570,27 @@ def fresh(group, rank, part, step=0):
     group.ranks[rank] = OrderedAllReduce(rank, 3, SMALL, shares, arena, KERNELS, step=step)
 
 
-def test_a_rank_that_has_dropped_what_others_have_summed_cannot_go_on():
-    group = stuck(3, {(0, 1)})
-    fresh(group, 0, group.steps[0][0])
-    frontiers = [b"", *[rank.frontier() for rank in group.ranks[1:]]]
-    for rank in group.ranks[1:]:
-        refused(rank, rank.resume, frontiers, match=r"rank 0 has not contributed .* new process, or one that dropped")
+def go_on(group, anew):
+    """All ranks over new links, with one that is fresh."""
+    frontiers = [b"" if rank.rank == anew else rank.frontier() for rank in group.ranks]
+    group.unstarted[anew], group.stalled = [*SMALL.spans], set()
+    group.connect()
+    for rank in group.ranks:
+        rank.resume(frontiers)
+    group.run()
 
 
 def test_a_sum_that_is_gone_with_its_owner_is_refused_where_it_was_begun_to_be_written():
     """What it was written over is neither a part nor a sum; where nothing was written the parts travel again."""
     group = stuck(3, {(0, 1), (0, 2)})
     fresh(group, 0, group.steps[0][0])
+    said = r"rank 1 has lost its part of share 0 in step 0 to a sum of rank 0 that is gone; discard\(\)"
     frontiers = [b"", *[rank.frontier() for rank in group.ranks[1:]]]
     for rank in group.ranks[1:]:
-        said = r"rank 1 has lost its part of share 0 in step 0 to a sum of rank 0 that is gone; discard\(\)"
         refused(rank, rank.resume, frontiers, match=said)
     for rank in group.ranks[1:]:
         rank.keep_parts([Completion(Completed.RECEIVED, 0, tag(SUM, number)) for number in range(4)])
-    frontiers = [b"", *[rank.frontier() for rank in group.ranks[1:]]]
-    group.unstarted[0], group.stalled = [*SMALL.spans], set()
-    group.connect()
-    for rank in group.ranks:
-        rank.resume(frontiers)
-    group.run()
+    go_on(group, 0)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -753,22 +603,15 @@ def test_a_rank_that_has_dropped_what_nobody_has_summed_goes_on_with_another_win
         rank.step = step
     group.steps[0][2] = random_parts(SMALL, 1, [99])[0]
     fresh(group, 2, group.steps[0][2], step)
-    frontiers = [rank.frontier() for rank in group.ranks[:2]] + [b""]
-    group.unstarted[2] = [*SMALL.spans]
-    group.connect()
-    group.stalled = set()
-    for rank in group.ranks:
-        rank.resume(frontiers)
-    group.run()
+    go_on(group, 2)
 
 
 def test_bad_arguments():
     parts, shares = random_parts(SMALL, 1, [0])[0], shares_of(SMALL, 1, 4)
-    for other in (parts[:-1], parts.astype(np.float64), np.repeat(parts, 2)[::2]):
-        with pytest.raises(CallerError, match="arena does not fit the layout"):
-            OrderedAllReduce(0, 1, SMALL, shares, other, KERNELS)
-    for owners in (lambda _: 2, lambda number: number % 2):  # all or nothing is the server's
-        with pytest.raises(CallerError, match=r"a share's owner is outside of the group: got ., expected 0\.\.0"):
-            OrderedAllReduce(0, 1, SMALL, owned_by(owners, SMALL, 1), parts, KERNELS)
+    given = [(shares, other) for other in (parts[:-1], parts.astype(np.float64), np.repeat(parts, 2)[::2])]
+    owners = (lambda _: 2, lambda number: number % 2)  # all or nothing is the server's
+    for cut, arena in [*given, *((owned_by(each, SMALL, 1), parts) for each in owners)]:
+        with pytest.raises(CallerError, match="does not fit" if cut is shares else "outside of the group"):
+            OrderedAllReduce(0, 1, SMALL, cut, arena, KERNELS)
     with pytest.raises(WindowError, match="has been started already"):
         started().start(SMALL.spans[0])

@@ -1,18 +1,17 @@
 """Whole steps of an all-reduce over links, each rank a thread with its pump; what goes wrong, and what it is called."""
 
 import contextlib
-import itertools
 import random
 import threading
 import time
-from functools import partial
 
 import numpy as np
 import pytest
 import strategies as draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transports import SOCKET_LINKS, Failing, SlowArena, outcomes, rank_order_sum, shared
+from test_exchange_ordered_all_reduce import random_parts
+from transports import SOCKET_LINKS, Failing, SlowArena, on_all, outcomes, rank_order_sum, shared
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
 from gradengine.exchange.gather import _HEAD_TAG
@@ -27,7 +26,6 @@ from gradengine.layout import GradientLayout
 KERNELS = HostKernels(threads=1)
 SOON = 60.0  # seconds; what would be waited for takes longer
 SMALL = GradientLayout.of({"layers.0.w": (7, 5), "layers.1.w": (33,), "embedding": (3, 11), "head": (40,)})
-LARGE = GradientLayout.of({f"layers.{n}.w": (CHUNK + 17,) for n in range(4)})
 
 in_both_ways = pytest.mark.parametrize("reads_in_place", [False, True])
 
@@ -36,14 +34,6 @@ def running(link, all_reduce, device_arena=None, **options):
     pump = Pump(link, **options)
     pump.run(all_reduce, device_arena)
     return pump
-
-
-def random_parts(layout, world_size, seed):
-    """What each rank contributes: zero between components, as an arena is."""
-    parts = np.zeros((world_size, layout.arena_size), np.float32)
-    for slot in layout.slots:
-        parts[:, slot.offset : slot.stop] = draw.random_array([seed, slot.offset], (world_size, slot.size))
-    return parts
 
 
 class Rank:
@@ -66,12 +56,6 @@ def ranks_of(parts, layout, bucket_bytes=200, owner=None, **options):
     return [Rank(rank, parts, layout, shares, **options) for rank in range(len(parts))]
 
 
-def raised(outcomes):
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-
-
 @given(
     draw.uneven_layouts(CHUNK),
     st.integers(1, 4),
@@ -83,11 +67,11 @@ def raised(outcomes):
     st.booleans(),
     st.sets(st.integers(0, 3)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 def test_several_steps_end_with_the_sums_in_rank_order(
     layout, world_size, seed, size, is_star, in_flight, way, is_polled, on_devices
 ):
-    steps = [random_parts(layout, world_size, seed + n) for n in range(3)]
+    steps = [random_parts(layout, world_size, [seed + n]) for n in range(3)]
     owner = world_size - 1 if is_star else None
     options = {"in_flight": in_flight, "reads_in_place": way == "in place", "on_devices": on_devices}
     if way == "shared memory":  # in which a device's rows are not
@@ -112,69 +96,17 @@ def test_several_steps_end_with_the_sums_in_rank_order(
         pump.close()
         return found
 
-    ends = outcomes(work, ranks)
-    raised(ends)
+    ends = on_all(work, ranks)
     for found in ends:
         for (arena, squares), (_, others), parts in zip(found, ends[0], steps, strict=True):
             draw.assert_same_values(arena, rank_order_sum(parts))
             assert np.array_equal(squares, others)
 
 
-def lost_and_resumed(lost_after, owner=None, world_size=3, **options):
-    """Each rank's arena; each time that the links are lost all ranks go on over new ones."""
-    parts = random_parts(LARGE, world_size, 7)
-    ranks = ranks_of(parts, LARGE, 1 << 17, owner, **options)
-    left, barrier = itertools.chain(lost_after, itertools.repeat(None)), threading.Barrier(world_size)
-    failures, links = [False] * world_size, []
-
-    def work(rank):
-        losses = 0
-        while True:
-            if barrier.wait(SOON) == 0:
-                links[:] = thread_links(world_size)
-                links[1] = Failing(links[1], next(left), is_polled=True)
-            barrier.wait(SOON)
-            link = links[rank.rank]
-            pump, failures[rank.rank] = Pump(link), False
-            try:
-                if losses:
-                    rank.all_reduce.resume(pump.gather(rank.all_reduce.frontier(), SOON))
-                pump.run(rank.all_reduce, rank.on_device)
-                for span in LARGE.spans:
-                    if not rank.all_reduce.is_started(span):
-                        rank.start(pump, span)
-                pump.wait(SOON)
-                barrier.wait(SOON)
-            except PeerLost:
-                failures[rank.rank] = True
-                barrier.wait(SOON)
-            finally:
-                pump.close()
-            if not any(failures):
-                return losses
-            losses += 1
-
-    losses = outcomes(work, ranks)
-    raised(losses)
-    for rank in ranks:
-        draw.assert_same_values(rank.arena, rank_order_sum(parts))
-    return losses[0]
-
-
-@in_both_ways
-@pytest.mark.parametrize("on_devices", [(), (1,), (0, 1, 2)])
-@pytest.mark.parametrize("owner", [None, 0, 1])
-def test_a_step_goes_on_over_new_links_to_the_same_bytes(owner, reads_in_place, on_devices):
-    run = partial(lost_and_resumed, owner=owner, reads_in_place=reads_in_place, on_devices=on_devices)
-    assert run([]) == 0
-    assert [run([count]) for count in range(0, 12, 2)] == [1] * 6
-    assert run([3, 5, 2, 7]) == 4
-
-
 @pytest.mark.parametrize("closes", [0, 1])
 def test_a_part_that_is_read_in_place_stays_until_it_has_been_read(closes, monkeypatch):
     """Whichever side closes in the middle of a sum; rank 0 sums what rank 1 has lent."""
-    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, owner=0, reads_in_place=True)
+    ranks = ranks_of(random_parts(SMALL, 2, [1]), SMALL, owner=0, reads_in_place=True)
     links, log, make = thread_links(2), [], OrderedAllReduce._sum
 
     def close(rank):
@@ -205,153 +137,118 @@ def test_a_part_that_is_read_in_place_stays_until_it_has_been_read(closes, monke
     assert sorted(log[1:]) == [0, 1]
 
 
-def test_a_rank_that_raises_and_closes_is_named_by_all_others():
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=None)
-    links = thread_links(3)
-
-    def work(rank):
-        pump = running(links[rank.rank], rank.all_reduce)
-        try:
-            if rank.rank == 2:
-                raise KeyError("of the caller's own")
-            for span in SMALL.spans:
-                pump.start(span)
-            pump.wait(SOON)
-        finally:
-            pump.close()
-
-    first, second, third = outcomes(work, ranks)
-    assert isinstance(third, KeyError)
-    assert all(isinstance(fault, PeerLost) and str(fault).startswith("rank 2 is gone") for fault in (first, second))
-
-
-@in_both_ways
-def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up(reads_in_place):
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
-    links, everyone = thread_links(3), threading.Barrier(3)
-
-    def work(rank):
-        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (2, "the part of share 0")))
-        try:
-            for span in SMALL.spans if rank.rank < 2 else []:
-                pump.start(span)
-            if rank.rank < 2:
-                pump.wait(60.0)
-        finally:
-            if rank.rank == 0:
-                pump.close()
-            everyone.wait(SOON)
-            pump.close()
-
-    first, second, _ = outcomes(work, ranks)
-    assert str(first).startswith("rank 2 is late: rank 0 waits for the part of share 0 in step 0")
-    assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that")
-
-
 def clock_of(rank, stall):
     """A minute goes by each time that it is looked at, but none before nothing can happen any more."""
     now = [0.0]
 
     def clock():
-        now[0] += 61.0 if rank.all_reduce.awaited == stall else 0.0
+        now[0] += 61.0 if stall is not None and rank.all_reduce.awaited in stall else 0.0
         return now[0]
 
     return clock
 
 
-def late(ranks, starts, stalls):
-    """What each rank raises, where some start less than all spans; `stalls` is what each of them waits for then."""
+def on_pumps(ranks, work, stalls=None, leaves=()):
+    """What becomes of the work of each rank with its pump; each waits for a minute once it waits for this."""
     links, everyone = thread_links(len(ranks)), threading.Barrier(len(ranks))
 
-    def work(rank):
-        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, stalls[rank.rank]))
+    def run(rank):
+        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, stalls and [stalls[rank.rank]]))
         try:
-            for span in starts(rank):
-                pump.start(span)
-            pump.wait(60.0)
+            return work(rank, pump)
         finally:
+            if rank.rank in leaves:
+                pump.close()
             everyone.wait(SOON)  # else the first one to close would be all that the others see
             pump.close()
 
-    faults = outcomes(work, ranks)
+    return outcomes(run, ranks)
+
+
+def start(pump, count=None):
+    for span in SMALL.spans[:count]:
+        pump.start(span)
+
+
+GOT = " in step 0: got nothing for 60 s"
+LATE = {  # how many spans each rank starts, the owner of all, what each rank waits for then, and what it says
+    "a rank that starts none": (
+        [None, 0], None, [(1, "the part of share 0"), None],
+        ["rank 1 is late: rank 0 waits for the part of share 0" + GOT,
+         "rank 1 waits for step 0 and has not started all of its spans: got nothing for 60 s"],
+    ),
+    "one whose part is missing": (
+        [None, None, 2], None, [(2, "the part of share 3"), (2, "the sum of share 2"), None],
+        ["rank 2 is late: rank 0 waits for the part of share 3" + GOT,
+         "rank 2 is late: rank 1 waits for the sum of share 2" + GOT],
+    ),
+    "who sums for all": (
+        [None, None, 0], 0, [(2, "the part of share 0"), (0, "the sum of share 0"), None],
+        ["rank 2 is late: rank 0 waits for the part of share 0" + GOT,
+         "rank 0 is late: rank 1 waits for the sum of share 0" + GOT],
+    ),
+}  # fmt: skip
+
+
+@in_both_ways
+@pytest.mark.parametrize("who", LATE)
+def test_who_is_late_is_named_with_what_is_missing(who, reads_in_place):
+    counts, owner, stalls, says = LATE[who]
+    ranks = ranks_of(random_parts(SMALL, len(counts), [1]), SMALL, owner=owner, reads_in_place=reads_in_place)
+    faults = on_pumps(ranks, lambda rank, pump: start(pump, counts[rank.rank]) or pump.wait(60.0), stalls)
     assert {*map(type, faults)} == {DeadlineExceeded}
-    return [str(fault).partition("; ")[0] for fault in faults]
+    assert [str(fault).partition("; ")[0] for fault in faults][: len(says)] == says
 
 
 @in_both_ways
-def test_a_rank_that_starts_no_span_is_late_and_is_named_with_what_is_missing(reads_in_place):
-    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, reads_in_place=reads_in_place)
-    stalls = [(1, "the part of share 0"), None]
-    assert late(ranks, lambda rank: [] if rank.rank == 1 else SMALL.spans, stalls) == [
-        "rank 1 is late: rank 0 waits for the part of share 0 in step 0: got nothing for 60 s",
-        "rank 1 waits for step 0 and has not started all of its spans: got nothing for 60 s",
-    ]
+def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up(reads_in_place):
+    ranks = ranks_of(random_parts(SMALL, 3, [1]), SMALL, owner=0, reads_in_place=reads_in_place)
 
+    def work(rank, pump):
+        if rank.rank < 2:
+            start(pump)
+            pump.wait(60.0)
 
-@in_both_ways
-def test_of_three_ranks_the_one_whose_part_is_missing_is_named(reads_in_place):
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, reads_in_place=reads_in_place)
-    stalls = [(2, "the part of share 3"), (2, "the sum of share 2"), None]
-    first, second, _ = late(ranks, lambda rank: SMALL.spans[: 2 if rank.rank == 2 else None], stalls)
-    assert first == "rank 2 is late: rank 0 waits for the part of share 3 in step 0: got nothing for 60 s"
-    assert second == "rank 2 is late: rank 1 waits for the sum of share 2 in step 0: got nothing for 60 s"
-
-
-@in_both_ways
-def test_who_sends_all_and_sums_nothing_waits_for_the_sum(reads_in_place):
-    ranks = ranks_of(random_parts(SMALL, 3, 1), SMALL, owner=0, reads_in_place=reads_in_place)
-    stalls = [(2, "the part of share 0"), (0, "the sum of share 0"), None]
-    _, second, _ = late(ranks, lambda rank: [] if rank.rank == 2 else SMALL.spans, stalls)
-    assert second == "rank 0 is late: rank 1 waits for the sum of share 0 in step 0: got nothing for 60 s"
+    first, second, _ = on_pumps(ranks, work, [(2, "the part of share 0")] * 3, leaves=[0])
+    assert str(first).startswith("rank 2 is late: rank 0 waits for the part of share 0 in step 0")
+    assert str(second).startswith("rank 2 is gone or late: rank 0 has closed its link for that")
 
 
 @in_both_ways
 def test_a_late_rank_may_still_come(reads_in_place):
     """The error has changed nothing: who waits again has the sums."""
-    parts = random_parts(SMALL, 2, 1)
-    ranks, is_late, links = ranks_of(parts, SMALL, reads_in_place=reads_in_place), threading.Event(), thread_links(2)
+    parts, is_late = random_parts(SMALL, 2, [1]), threading.Event()
+    ranks = ranks_of(parts, SMALL, reads_in_place=reads_in_place)
 
-    def work(rank):
-        pump = running(links[rank.rank], rank.all_reduce, clock=clock_of(rank, (1, "the part of share 0")))
+    def work(rank, pump):
         if rank.rank == 1:
             is_late.wait(SOON)
-        for span in SMALL.spans:
-            pump.start(span)
+        start(pump)
         if rank.rank == 0:
             with pytest.raises(DeadlineExceeded):
                 pump.wait(60.0)
             is_late.set()
         pump.wait(1e9)
-        everyone.wait(SOON)
-        pump.close()
 
-    everyone = threading.Barrier(2)
-    raised(outcomes(work, ranks))
+    assert on_pumps(ranks, work, [(1, "the part of share 0")] * 2) == [None] * 2
     for rank in ranks:
         draw.assert_same_values(rank.arena, rank_order_sum(parts))
 
 
 def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others_lose_the_rank(monkeypatch):
-    ranks = ranks_of(random_parts(SMALL, 2, 1), SMALL, owner=0)
-    links = thread_links(2)
+    ranks = ranks_of(random_parts(SMALL, 2, [1]), SMALL, owner=0)
     monkeypatch.setattr(OrderedAllReduce, "_sum", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
 
-    def work(rank):
-        pump = running(links[rank.rank], rank.all_reduce)
+    def work(rank, pump):
         try:
-            for span in SMALL.spans:
-                pump.start(span)
+            start(pump)
             pump.wait(SOON)
-        except ExchangeError as fault:
-            with pytest.raises(ExchangeError):
-                pump.wait(SOON)
+        except ExchangeError:
             with pytest.raises(WindowError, match="started already"):
                 pump.start(SMALL.spans[0])
-            return fault
-        finally:
-            pump.close()
+            pump.wait(SOON)
 
-    first, second = outcomes(work, ranks)
+    first, second = on_pumps(ranks, work, leaves=[0])
     assert "the exchange of rank 0 failed: got MemoryError('no room')" in str(first)
     assert isinstance(first.__cause__, MemoryError)
     assert isinstance(second, PeerLost)
@@ -359,7 +256,7 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
 
 
 def test_calls_that_do_not_fit_change_nothing():
-    parts = random_parts(SMALL, 1, 1)
+    parts = random_parts(SMALL, 1, [1])
     (rank,) = ranks_of(parts, SMALL)
     pump = running(*thread_links(1), rank.all_reduce)
     pump.start(SMALL.spans[0])
@@ -371,8 +268,7 @@ def test_calls_that_do_not_fit_change_nothing():
         pump.wait(0)
     with pytest.raises(CallerError):
         pump.start("layers.0.w")
-    for span in SMALL.spans[1:]:
-        pump.start(span)
+    pump.start(*SMALL.spans[1:])
     pump.wait(SOON)
     pump.next_step()
     pump.start(SMALL.spans[0])
@@ -384,17 +280,8 @@ def test_calls_that_do_not_fit_change_nothing():
         pump.wait(SOON)
 
 
-def test_what_was_started_over_another_link_is_not_started_again():
-    (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
-    rank.all_reduce.start(SMALL.spans[0])
-    pump = running(*thread_links(1), rank.all_reduce)
-    with pytest.raises(WindowError, match="has been started already"):
-        pump.start(SMALL.spans[0])
-    pump.close()
-
-
 def test_a_span_that_the_pump_did_not_come_to_may_be_started_again():
-    (rank,) = ranks_of(random_parts(SMALL, 1, 1), SMALL)
+    (rank,) = ranks_of(random_parts(SMALL, 1, [1]), SMALL)
     (link,) = thread_links(1)
     link.close()
     pump = running(link, rank.all_reduce)
@@ -408,7 +295,7 @@ def test_a_span_that_the_pump_did_not_come_to_may_be_started_again():
 
 def test_a_sum_that_is_being_copied_when_the_pump_closes_is_a_sum():
     """The arena may hold half of it: to begin anew would count it as this rank's part."""
-    parts = random_parts(SMALL, 1, 1)
+    parts = random_parts(SMALL, 1, [1])
     (rank,) = ranks_of(parts, SMALL, 1 << 20, on_devices=[0])
     rank.on_device.polls = 1 << 60
 
@@ -432,7 +319,7 @@ def test_a_sum_that_is_being_copied_when_the_pump_closes_is_a_sum():
 
 def test_a_sum_whose_copy_ends_beside_a_damaged_message_is_a_sum():
     """The arena holds it: to begin anew would count it as this rank's part."""
-    parts = random_parts(SMALL, 1, 1)
+    parts = random_parts(SMALL, 1, [1])
     (rank,) = ranks_of(parts, SMALL, 1 << 20, on_devices=[0])
 
     class Damaging(Failing):

@@ -36,6 +36,9 @@ def environment(monkeypatch, tmp_path_factory):
     return monkeypatch
 
 
+TORCHRUN, SRUN = ON_SEVERAL_HOSTS.values()
+
+
 def launched(environment, variables):
     for name, value in variables.items():
         environment.setenv(name, value)
@@ -74,62 +77,64 @@ def test_ranks_of_several_hosts_meet_at_a_port_of_the_first(name):
 
 
 def test_a_job_s_name_is_the_same_whether_it_was_given_or_set():
-    here = ON_SEVERAL_HOSTS["srun"]
-    assert read_address(here, job="tp").value == read_address(here | {"GRADENGINE_JOB": "tp"}).value
-    assert read_address(here | {"GRADENGINE_JOB": "tp"}, job="").value == read_address(here).value
+    assert read_address(SRUN, job="tp").value == read_address(SRUN | {"GRADENGINE_JOB": "tp"}).value
+    assert read_address(SRUN | {"GRADENGINE_JOB": "tp"}, job="").value == read_address(SRUN).value
 
 
 def test_ranks_in_two_jobs_of_a_scheduler_come_to_one_port_where_they_are_told_so():
     """One torchrun a machine, each in a job of its own: with two ports they would only wait for each other."""
-    addresses = {read_address(ON_SEVERAL_HOSTS["torchrun"] | {"PBS_JOBID": job}).value for job in "78"}
-    assert len(addresses) == 1
+    assert len({read_address(TORCHRUN | {"PBS_JOBID": job}).value for job in "78"}) == 1
 
 
 def test_the_port_of_torchrun_s_own_store_is_never_taken():
-    here = ON_SEVERAL_HOSTS["torchrun"]
     for port in range(20_000, 29_000):
-        address = read_address(here | {"MASTER_PORT": str(port)}).value
+        address = read_address(TORCHRUN | {"MASTER_PORT": str(port)}).value
         assert int(address.rpartition(":")[2]) != port
 
 
-def test_an_ipv6_address_is_bracketed():
-    assert read_address(ON_SEVERAL_HOSTS["torchrun"] | {"MASTER_ADDR": "fd00::1"}).value.startswith("tcp://[fd00::1]:2")
-
-
-def test_an_address_that_is_set_wins():
-    assert read_address(SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "tcp://a:1"}) == ("tcp://a:1", "GRADENGINE_ADDRESS")
-    assert read_address({"GRADENGINE_ADDRESS": "unix:///s"}).value == "unix:///s"
-
-
-def test_one_rank_alone_needs_no_address_that_others_know():
-    alone = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "1"}
-    assert read_address(alone) == ("tcp://127.0.0.1:0", "GRADENGINE_WORLD_SIZE")
-
-
 @pytest.mark.parametrize(
-    "url", ["host:7000", "tcp://host:x", "tcp://host:70000", "tcp://:7000", "tcp://[::1", "x" * 9999]
+    ("variables", "address"),
+    [
+        (SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "tcp://a:1"}, ("tcp://a:1", "GRADENGINE_ADDRESS")),
+        ({"GRADENGINE_ADDRESS": "unix:///s"}, ("unix:///s", "GRADENGINE_ADDRESS")),
+        ({"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "1"}, ("tcp://127.0.0.1:0", "GRADENGINE_WORLD_SIZE")),
+    ],
 )
-def test_an_address_that_is_no_url_is_refused_with_its_variable(url):
-    with pytest.raises(CallerError, match=r"URL \(of environment variable GRADENGINE_ADDRESS\): got '") as refused:
-        read_address({"GRADENGINE_ADDRESS": url})
-    assert len(str(refused.value)) < 300
+def test_an_address_that_is_set_wins_and_one_rank_alone_needs_none(variables, address):
+    assert read_address(variables) == address
 
 
-@pytest.mark.parametrize("name", ["Open MPI's mpiexec", "MPICH's mpiexec", "PMI"])
-def test_mpi_s_ranks_on_several_hosts_are_told_what_to_set(name):
+def test_an_ipv6_address_is_bracketed():
+    assert read_address(TORCHRUN | {"MASTER_ADDR": "fd00::1"}).value.startswith("tcp://[fd00::1]:2")
+
+
+def of_several_hosts(name):
     launcher = next(each for each in LAUNCHERS if each.name == name)
-    told = (
-        f"the environment names no host.*: got {launcher.world_size}=2, of which {launcher.local_size}=1 on this host"
-    )
-    with pytest.raises(CallerError, match=f"{told}; set GRADENGINE_ADDRESS=tcp://host:port on all ranks"):
-        read_address(SEEN[name] | {launcher.local_rank: "0", launcher.local_size: "1"})
+    return SEEN[name] | {launcher.local_rank: "0", launcher.local_size: "1"}
 
 
-def test_ranks_that_were_started_by_hand_are_told_what_to_set():
-    by_hand = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "2"}
-    told = "got GRADENGINE_WORLD_SIZE=2, of which an unknown number on this host; set GRADENGINE_ADDRESS=tcp://"
-    with pytest.raises(CallerError, match=told):
-        read_address(by_hand)
+BY_HAND = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "2"}
+REFUSED = [
+    *(
+        ({"GRADENGINE_ADDRESS": url}, "GRADENGINE_ADDRESS")
+        for url in ("host:7000", "tcp://host:x", "tcp://host:70000", "tcp://:7000", "tcp://[::1", "x" * 9999)
+    ),
+    *((of_several_hosts(name), "GRADENGINE_ADDRESS") for name in ("Open MPI's mpiexec", "MPICH's mpiexec", "PMI")),
+    (BY_HAND, "GRADENGINE_ADDRESS"),
+    *(
+        (TORCHRUN | {"MASTER_ADDR": host}, "MASTER_ADDR")
+        for host in ("a b", "a/b", "-a", "a\n", "ä", "x" * 300, "\x1b[31m", "a:b@c")
+    ),
+    *((SEEN["torchrun"] | {"TMPDIR": folder}, "TMPDIR") for folder in ("/" + "x" * 90, "/a#b")),
+]
+
+
+@pytest.mark.parametrize(("variables", "word"), REFUSED, ids=range(len(REFUSED)))
+def test_what_gives_no_address_is_refused_with_its_variable_or_the_one_to_set(variables, word):
+    with pytest.raises(CallerError, match=word) as refused:
+        read_address(variables)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
 
 
 def test_a_run_that_nothing_distinguishes_is_told_what_to_set():
@@ -140,7 +145,7 @@ def test_a_run_that_nothing_distinguishes_is_told_what_to_set():
         nameless | {"PMI_FD": "1000000"},
         nameless | {"PMI_FD": "9" * 12},
     ):
-        with pytest.raises(CallerError, match=r"nothing that distinguishes two runs on one host: .*set GRADENGINE_JOB"):
+        with pytest.raises(CallerError, match="GRADENGINE_JOB"):
             read_address(here)
         assert read_address(here | {"GRADENGINE_JOB": "a"}).value != read_address(here | {"GRADENGINE_JOB": "b"}).value
 
@@ -156,24 +161,15 @@ def test_mpich_s_run_is_named_by_the_process_at_the_other_end_of_its_socket():
         assert ours.fileno() >= 0  # it was looked at, and not closed
         ours.send(b"x")
         assert theirs.recv(1) == b"x"
-        with pytest.raises(CallerError, match="nothing that distinguishes"):
+        with pytest.raises(CallerError, match="GRADENGINE_JOB"):
             read_address(here | {"PMI_FD": str(of_another_kind.fileno())})
 
 
-@pytest.mark.parametrize("host", ["a b", "a/b", "-a", "a\n", "ä", "x" * 300, "\x1b[31m", "a:b@c"])
-def test_a_host_that_is_none_is_refused_with_its_variable(host):
-    with pytest.raises(CallerError, match="MASTER_ADDR names no host: got '") as refused:
-        read_address(ON_SEVERAL_HOSTS["torchrun"] | {"MASTER_ADDR": host})
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 300
-
-
-def test_a_tmpdir_too_long_for_a_socket_is_told_with_both_numbers():
-    told = r"TMPDIR is too long for a Unix socket: .*: got 1\d\d bytes, expected at most (97|101); set TMPDIR"
-    with pytest.raises(CallerError, match=told):
-        read_address(SEEN["torchrun"] | {"TMPDIR": "/" + "x" * 90})
+def test_the_longest_tmpdir_that_fits():
     fits = "/" + "x" * (97 - len(f"//gradengine-{os.getuid()}/") - 16)
     assert len(read_address(SEEN["torchrun"] | {"TMPDIR": fits}).value) == len("unix://") + 97
+    with pytest.raises(CallerError):
+        read_address(SEEN["torchrun"] | {"TMPDIR": fits + "xxxxx"})
 
 
 # ---- Slurm's lists of nodes ----
@@ -182,25 +178,11 @@ def test_a_tmpdir_too_long_for_a_socket_is_told_with_both_numbers():
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("node1", ("node1", True)),
-        ("node1,node2", ("node1", False)),
-        ("node[001-003,007]", ("node001", False)),
-        ("node[7]", ("node7", True)),
-        ("a[2,1]-b[03-04].c,d", ("a2-b03.c", False)),
+        *(("node1", ("node1", True)), ("node1,node2", ("node1", False)), ("node[001-003,007]", ("node001", False))),
+        *(("node[7]", ("node7", True)), ("a[2,1]-b[03-04].c,d", ("a2-b03.c", False)), ("[1-2]", ("1", False))),
         ("sh04-14n01.example.org", ("sh04-14n01.example.org", True)),
-        ("[1-2]", ("1", False)),
-        ("", None),
-        (",a", None),
-        ("a[", None),
-        ("a[]", None),
-        ("a[1", None),
-        ("a[[1]]", None),
-        ("a[x]", None),
-        ("a]b", None),
-        ("bgl[000x123]", None),
-        ("a b", None),
-        ("a\n", None),
-        ("ſ1", None),
+        *((nodes, None) for nodes in ("", ",a", "a[", "a[]", "a[1", "a[[1]]", "a[x]", "a]b", "bgl[000x123]", "a b")),
+        *((nodes, None) for nodes in ("a\n", "ſ1")),
     ],
 )
 def test_the_first_node_of_a_list(nodes, first):
@@ -214,7 +196,7 @@ def test_the_first_node_of_a_list(nodes, first):
 @example("[1]" * 40_000 + "[")
 def test_a_hostile_list_gives_a_host_or_an_error_of_a_few_lines_at_once(nodes):
     try:
-        address = read_address(ON_SEVERAL_HOSTS["srun"] | {"SLURM_STEP_NODELIST": nodes}).value
+        address = read_address(SRUN | {"SLURM_STEP_NODELIST": nodes}).value
     except CallerError as refused:
         assert str(refused).isprintable()  # noqa: PT017
         assert len(str(refused)) < 400  # noqa: PT017
@@ -254,17 +236,11 @@ def test_what_is_given_whole_needs_no_environment_and_is_not_hurt_by_a_broken_on
     assert joining(*given, None, None, served=False) == (*given, None)
 
 
-def test_connect_without_anything_is_no_silent_world_of_one():
-    with pytest.raises(CallerError, match="no launcher started this process"):
-        connect()
-
-
 def test_several_machines_need_a_token_and_each_rank_is_told_how(environment):
-    launched(environment, ON_SEVERAL_HOSTS["srun"])
-    told = "is for several machines, and needs a token; write one line of .* set GRADENGINE_TOKEN_FILE"
+    launched(environment, SRUN)
     for rank in "01":
         environment.setenv("SLURM_PROCID", rank)
-        with pytest.raises(CallerError, match=told):
+        with pytest.raises(CallerError, match="GRADENGINE_TOKEN_FILE"):
             connect()
     environment.setenv("SLURM_PROCID", "1")
     environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
@@ -283,11 +259,13 @@ def test_the_socket_s_folder_is_its_user_s_alone(environment):
     connect().close()  # it is there
 
 
-@pytest.mark.parametrize("fault", ["others may read it", "a file", "a link"])
+@pytest.mark.parametrize("fault", ["others may read it", "a file", "a link", "no TMPDIR"])
 def test_a_folder_that_is_not_private_is_refused(environment, fault, tmp_path):
     launched(environment, SEEN["torchrun"])
     folder = Path(os.environ["TMPDIR"], f"gradengine-{os.getuid()}")
-    if fault == "a file":
+    if fault == "no TMPDIR":
+        environment.setenv("TMPDIR", "/none")
+    elif fault == "a file":
         folder.touch()
     elif fault == "a link":
         tmp_path.chmod(0o700)
@@ -295,33 +273,22 @@ def test_a_folder_that_is_not_private_is_refused(environment, fault, tmp_path):
     else:
         folder.mkdir()
         folder.chmod(0o750)
-    with pytest.raises(
-        CallerError, match=f"gradengine-{os.getuid()}' (is not private: got|for a Unix socket: File exi)"
-    ):
-        connect()
-
-
-def test_a_tmpdir_that_is_not_there_is_told(environment):
-    launched(environment, SEEN["torchrun"] | {"TMPDIR": "/none"})
-    with pytest.raises(CallerError, match=r"cannot make '/none/gradengine-.*: No such file or directory; set TMPDIR"):
+    with pytest.raises(CallerError, match=f"gradengine-{os.getuid()}"):
         connect()
 
 
 def taken_port(environment, host):
     """Where torchrun's ranks of two hosts come to, of which this is one."""
-    launched(environment, ON_SEVERAL_HOSTS["torchrun"] | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": host})
+    launched(environment, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": host})
     return int(read_address(os.environ).value.rpartition(":")[2])
 
 
 def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(environment):
     environment.setenv("MASTER_PORT", str(free_port()))
     port = taken_port(environment, "127.0.0.1")
-    with socket.create_server(("127.0.0.1", port)):
-        told = (
-            rf"rank 0 cannot listen at 127.0.0.1:{port} \(Address already in use\), made of MASTER_ADDR, TORCHELASTIC"
-        )
-        with pytest.raises(CallerError, match=f"{told}.*; set GRADENGINE_ADDRESS=tcp://host:port on all ranks"):
-            connect()
+    told = pytest.raises(CallerError, match=rf"{port} .*MASTER_ADDR.*GRADENGINE_ADDRESS")
+    with socket.create_server(("127.0.0.1", port)), told:
+        connect()
     connect().close()
 
 
@@ -335,7 +302,7 @@ def test_a_first_host_that_is_not_this_one_is_told_by_rank_0(environment, host):
     environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
     if host == "no-such-host":
         environment.setattr("socket.gethostbyname", unknown)
-    with pytest.raises(CallerError, match=f"rank 0 cannot listen at {host}:2.* made of MASTER_ADDR"):
+    with pytest.raises(CallerError, match=r"cannot listen at .*MASTER_ADDR"):
         connect()
 
 
@@ -353,28 +320,15 @@ def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_to
 def test_two_groups_of_one_run_need_two_jobs(environment):
     launched(environment, SEEN["torchrun"] | {"RANK": "0"})
     with connect():
-        with pytest.raises(CallerError, match=r"a process listens at .* made of LOCAL_WORLD_SIZE.*its own job="):
+        with pytest.raises(CallerError, match="job="):
             connect()
         connect(job="tp").close()
     connect().close()
 
 
-def test_a_job_that_is_no_name_is_refused_before_it_is_used(environment):
-    launched(environment, SEEN["torchrun"])
-    with pytest.raises(CallerError, match="this is not a valid job name: got 5"):
-        connect(job=5)
-
-
-def test_a_tmpdir_that_fits_no_url_is_told():
-    with pytest.raises(CallerError, match="TMPDIR has a character that a URL cannot have: got '/a#b"):
-        read_address(SEEN["torchrun"] | {"TMPDIR": "/a#b"})
-
-
 def test_a_server_s_address_is_not_made_up(environment):
     launched(environment, SEEN["torchrun"])
-    with pytest.raises(
-        CallerError, match="served=True needs the server's address; pass its url, or set GRADENGINE_ADD"
-    ):
+    with pytest.raises(CallerError, match="GRADENGINE_ADDRESS"):
         connect(served=True)
     environment.setenv("GRADENGINE_ADDRESS", "unix:///tmp/s")
     connect(served=True).close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, WindowError
 from gradengine.exchange import shares
-from gradengine.exchange.shares import ReadyShares, shares_of
+from gradengine.exchange.shares import ReadyShares, rounds_of, shares_of
 from gradengine.kernels.arena import CHUNK, PartialSums, chunks_of
 from gradengine.kernels.host_device import HostDevice
 from gradengine.layout import GradientLayout
@@ -79,7 +79,7 @@ def test_a_cut(layout, world_size, bucket_bytes, is_star):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 1 << 22, 1 << 23])
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("layout", [TRANSFORMER, HUGE], ids=["transformer", "huge"])
 def test_in_a_mesh_all_ranks_own_about_equally_much(layout, world_size, bucket_bytes):
     owned = Counter()
@@ -95,31 +95,35 @@ def test_where_a_bucket_has_several_shares_none_is_small(layout, world_size):
     assert all(share.size >= LEAST for share in mesh if (share.start, share.stop) not in whole)
 
 
-def test_small_buckets_go_to_all_ranks_in_turn():
+def test_small_buckets_go_to_all_ranks_in_turn_and_small_spans_side_by_side_share_one():
     assert [share.owner for share in shares_of(EVEN, 4, 4 * LEAST)] == [0, 1, 2, 3] * 2
-
-
-def test_small_spans_side_by_side_share_a_bucket():
     assert [share.spans for share in shares_of(EVEN, 1, 16 * LEAST)] == [4, 8]
     assert len(shares_of(TINY, 5, 1 << 23)) <= 5
     assert shares_of(EMPTY, 3, 1 << 23) == ()
 
 
+@pytest.mark.parametrize(("layout", "ranks", "bucket_bytes"), [(EVEN, 4, 4 * LEAST), (TRANSFORMER, 3, 1 << 20)])
+def test_rounds_have_each_owner_once_and_are_ready_together(layout, ranks, bucket_bytes):
+    shares = shares_of(layout, ranks, bucket_bytes)
+    rounds = rounds_of(shares)
+    assert [share for each in rounds for share in each] == [*shares]
+    for each in rounds:
+        assert len({share.owner for share in each}) == len(each)
+        assert len({share.spans for share in each}) == 1
+
+
 @pytest.mark.parametrize("bucket_bytes", [3, 0, -4, "8", None, 4.5])
-def test_a_bucket_without_an_element_is_refused(bucket_bytes):
+def test_a_bucket_without_an_element_or_an_owner_outside_of_the_group_is_refused(bucket_bytes):
     with pytest.raises(CallerError, match="bucket_bytes"):
         shares_of(EVEN, 2, bucket_bytes)
-
-
-def test_an_owner_outside_of_the_group_is_refused():
-    with pytest.raises(CallerError, match=r"owner is out of range: got 3, expected a whole number in 0..2"):
+    with pytest.raises(CallerError, match="owner"):
         shares_of(EVEN, 2, 1 << 22, owner=3)
 
 
 def test_more_shares_than_there_are_tags_are_refused(monkeypatch):
     assert len(shares_of(GradientLayout.of({"w": (8 * CHUNK,)}), 2, 4)) == 8, "one for each chunk, not each element"
     monkeypatch.setattr(shares, "MOST_SHARES", 7)
-    with pytest.raises(CallerError, match="too many shares: got 8, expected at most 7; use larger buckets"):
+    with pytest.raises(CallerError, match="got 8, expected at most 7"):
         shares_of(GradientLayout.of({"w": (8 * CHUNK,)}), 2, 4)
 
 
@@ -135,7 +139,7 @@ def test_all_ranks_send_in_one_order_whatever_the_order_of_spans(data, layout, b
         assert sent == [share for share in cut if share.spans <= len(leading)]
         assert (ready.count, ready.is_untouched) == (len(sent), False)
     assert sent == [*cut]
-    with pytest.raises(WindowError, match="has been started already; start each span once in a step"):
+    with pytest.raises(WindowError, match="started already"):
         ready.complete(layout.spans[0])
     ready.restart()
     assert (ready.count, ready.is_untouched) == (0, True)

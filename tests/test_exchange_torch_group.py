@@ -55,16 +55,10 @@ def ranks_that_run(parent, tmp_path):
     return run
 
 
-def test_each_part_of_the_ranks_is_a_group_and_its_sums_are_those_in_rank_order(ranks_that_run):
-    assert ranks_that_run(3, "part") == [(0, "the same\n")] * 3
-
-
-def test_the_calls_of_a_real_group_move_parts_between_its_ranks(ranks_that_run):
-    assert ranks_that_run(4, "calls") == [(0, "the same\n")] * 4
-
-
-def test_engines_over_a_process_group_find_what_they_find_over_threads(ranks_that_run):
-    assert ranks_that_run(3, "engine") == [(0, "the same\n")] * 3
+@pytest.mark.parametrize(("what", "ranks"), [("part", 3), ("calls", 4), ("engine", 3), ("arguments", 2)])
+def test_parts_of_the_ranks_calls_and_engines_find_what_they_find_over_threads(what, ranks, ranks_that_run):
+    """Also where a rank's arguments contradicted the group and were refused before."""
+    assert ranks_that_run(ranks, what) == [(0, "the same\n")] * ranks
 
 
 def test_engines_over_groups_of_workers_and_of_parts_find_what_they_find_over_threads(ranks_that_run):
@@ -82,10 +76,6 @@ def test_a_rank_that_does_not_go_on_is_named_and_the_others_end(what, ranks_that
 
 def test_after_a_rank_has_left_in_a_step_all_join_again_and_end_with_the_same_bytes(ranks_that_run):
     assert ranks_that_run(3, "reconnects") == [(0, "the same\n")] * 3
-
-
-def test_what_contradicts_the_group_is_refused_and_the_group_is_used_after_that(ranks_that_run):
-    assert ranks_that_run(2, "arguments") == [(0, "the same\n")] * 2
 
 
 @pytest.mark.parametrize(("link", "found"), [((), "shared_memory" if HAS_SHARED_MEMORY else "unix"), (("tcp",), "tcp")])

@@ -30,67 +30,33 @@ from gradengine.exchange.wire import (
 )
 
 NONCE, PROOF = bytes(range(32)), bytes(range(100, 132))
-# One of each kind: the message, its payload's length, and the bytes before its payload (the first line is the prefix).
-LITERAL = [
-    (
-        Hello(1, 4, "job", NONCE),
-        0,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 5b cf 00 00 00 00 00 00 00 00
-        86 a4 6b 69 6e 64 a5 68 65 6c 6c 6f a4 72 61 6e 6b 01 aa 77 6f 72 6c 64 5f 73 69 7a 65 04 a3 6a
-        6f 62 a3 6a 6f 62 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b 0c 0d 0e 0f 10 11
-        12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
-    ),
-    (
-        Refused(),
-        2,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 1b cf 00 00 00 00 00 00 00 02
-        82 a4 6b 69 6e 64 a7 72 65 66 75 73 65 64 a7 70 61 79 6c 6f 61 64 c6 00 00 00 02""",
-    ),
-    (
-        Abort("PeerLost"),
-        11,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 28 cf 00 00 00 00 00 00 00 0b
-        83 a4 6b 69 6e 64 a5 61 62 6f 72 74 a5 65 72 72 6f 72 a8 50 65 65 72 4c 6f 73 74 a7 70 61 79 6c
-        6f 61 64 c6 00 00 00 0b""",
-    ),
-    (
-        Nonce(NONCE, "beside"),
-        0,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 4f cf 00 00 00 00 00 00 00 00
-        84 a4 6b 69 6e 64 a5 6e 6f 6e 63 65 a5 6e 6f 6e 63 65 c4 20 00 01 02 03 04 05 06 07 08 09 0a 0b
-        0c 0d 0e 0f 10 11 12 13 14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a6 62 65 73 69 64 65 a6 62 65 73 69
-        64 65 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
-    ),
-    (
-        Proof(PROOF),
-        0,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 41 cf 00 00 00 00 00 00 00 00
-        83 a4 6b 69 6e 64 a5 70 72 6f 6f 66 a5 70 72 6f 6f 66 c4 20 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f
-        70 71 72 73 74 75 76 77 78 79 7a 7b 7c 7d 7e 7f 80 81 82 83 a7 70 61 79 6c 6f 61 64 c6 00 00 00
-        00""",
-    ),
-    (
-        Listening("tcp://127.0.0.1:5000"),
-        0,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 36 cf 00 00 00 00 00 00 00 00
-        83 a4 6b 69 6e 64 a9 6c 69 73 74 65 6e 69 6e 67 a3 75 72 6c b4 74 63 70 3a 2f 2f 31 32 37 2e 30
-        2e 30 2e 31 3a 35 30 30 30 a7 70 61 79 6c 6f 61 64 c6 00 00 00 00""",
-    ),
-    (
-        Members(NONCE[:16], "tcp"),
-        23,
-        """
-        94 a2 47 45 cc 04 ce 00 00 00 3c cf 00 00 00 00 00 00 00 17
-        84 a4 6b 69 6e 64 a7 6d 65 6d 62 65 72 73 a5 67 72 6f 75 70 c4 10 00 01 02 03 04 05 06 07 08 09
-        0a 0b 0c 0d 0e 0f a4 6c 69 6e 6b a3 74 63 70 a7 70 61 79 6c 6f 61 64 c6 00 00 00 17""",
-    ),
+# One of each kind: the message, its payload's length, and the bytes before its payload.
+_KINDS = [
+    *((Hello(1, 4, "job", NONCE), 0), (Refused(), 2), (Abort("PeerLost"), 11), (Nonce(NONCE, "beside"), 0)),
+    *((Proof(PROOF), 0), (Listening("tcp://127.0.0.1:5000"), 0), (Members(NONCE[:16], "tcp"), 23)),
 ]
+_HEADS = """
+94a24745cc04ce0000005bcf000000000000000086a46b696e64a568656c6c6fa472616e6b01aa776f726c645f73697a6504a36a6f62a36a
+6f62a56e6f6e6365c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa77061796c6f6164c600000000
+
+94a24745cc04ce0000001bcf000000000000000282a46b696e64a772656675736564a77061796c6f6164c600000002
+
+94a24745cc04ce00000028cf000000000000000b83a46b696e64a561626f7274a56572726f72a8506565724c6f7374a77061796c6f6164c6
+0000000b
+
+94a24745cc04ce0000004fcf000000000000000084a46b696e64a56e6f6e6365a56e6f6e6365c420000102030405060708090a0b0c0d0e0f
+101112131415161718191a1b1c1d1e1fa6626573696465a6626573696465a77061796c6f6164c600000000
+
+94a24745cc04ce00000041cf000000000000000083a46b696e64a570726f6f66a570726f6f66c4206465666768696a6b6c6d6e6f70717273
+7475767778797a7b7c7d7e7f80818283a77061796c6f6164c600000000
+
+94a24745cc04ce00000036cf000000000000000083a46b696e64a96c697374656e696e67a375726cb47463703a2f2f3132372e302e302e31
+3a35303030a77061796c6f6164c600000000
+
+94a24745cc04ce0000003ccf000000000000001784a46b696e64a76d656d62657273a567726f7570c410000102030405060708090a0b0c0d
+0e0fa46c696e6ba3746370a77061796c6f6164c600000017
+"""
+LITERAL = [(*kind, text) for kind, text in zip(_KINDS, _HEADS.split("\n\n"), strict=True)]
 every_kind = pytest.mark.parametrize(
     ("message", "payload_bytes", "head"),
     [(message, size, bytes.fromhex(text)) for message, size, text in LITERAL],
@@ -123,12 +89,8 @@ def of_rank(rank):
 
 
 @every_kind
-def test_encodes_to_these_bytes(message, payload_bytes, head):
+def test_messages_are_these_bytes(message, payload_bytes, head):
     assert encode_head(message, payload_bytes) == head
-
-
-@every_kind
-def test_decodes_from_these_bytes(message, payload_bytes, head):
     assert decoded(head) == (message, payload_bytes)
 
 
@@ -164,13 +126,10 @@ messages = st.one_of(
 
 
 @given(messages, st.integers(0, 2**32 - 1))
+@example(Hello(2**63 - 1, 0, "", b""), 2**32 - 1)
+@example(Abort("x" * (MAX_HEADER_BYTES - 34)), 0)  # the longest
 def test_what_was_encoded_is_decoded(message, payload_bytes):
     assert decoded(encode_head(message, payload_bytes)) == (message, payload_bytes)
-
-
-def test_largest_integer_and_longest_payload():
-    message = Hello(2**63 - 1, 0, "", b"")
-    assert decoded(encode_head(message, 2**32 - 1)) == (message, 2**32 - 1)
 
 
 # ---- what is hostile ----
@@ -200,131 +159,65 @@ def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes
             assert decoded(encode_head(found, found_bytes)) == (found, found_bytes)
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "says"),
-    [
-        (0, 0x93, "not a gradengine message"),
-        (2, ord("X"), "not a gradengine message"),
-        (5, 1, "another protocol version: got 1, expected 4"),
-    ],
-)
-def test_prefix_of_something_else(at, value, says):
-    prefix = bytearray(encode_head(Abort("PeerLost"))[:PREFIX_BYTES])
-    prefix[at] = value
-    with pytest.raises(ProtocolError, match=says):
-        decode_prefix(bytes(prefix))
+GOOD = [0x94, 0xA2, b"GE", 0xCC, 4, 0xCE, 33, 0xCF, 0]
+BAD_PREFIXES = [(0, 0x93), (2, b"GX"), (4, 3), (4, 5), *((6, n) for n in (0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1))]
+BAD_PREFIXES += [(8, size) for size in (2**32, 2**40, 2**64 - 1)]
 
 
-@pytest.mark.parametrize("header_bytes", [0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1])
-def test_header_length_out_of_range(header_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 4, 0xCE, header_bytes, 0xCF, 0)
-    with pytest.raises(ProtocolError, match=f"header length is out of range: got {header_bytes}"):
-        decode_prefix(prefix)
-
-
-@pytest.mark.parametrize("payload_bytes", [2**32, 2**40, 2**64 - 1])
-def test_payload_of_4_gib_or_more(payload_bytes):
-    prefix = struct.pack(">BB2sBBBIBQ", 0x94, 0xA2, b"GE", 0xCC, 4, 0xCE, 33, 0xCF, payload_bytes)
-    with pytest.raises(ProtocolError, match="less than 4 GiB"):
-        decode_prefix(prefix)
-
-
-def test_longest_header():
-    longest = Abort("x" * (MAX_HEADER_BYTES - 34))
-    head = encode_head(longest)
-    assert len(head) == PREFIX_BYTES + MAX_HEADER_BYTES
-    assert decoded(head) == (longest, 0)
-    with pytest.raises(ProtocolError, match="got 4097"):
-        decoded(encode_head(Abort(longest.error + "x")))
+@pytest.mark.parametrize(("at", "value"), BAD_PREFIXES)
+def test_prefix_of_something_else_or_with_lengths_out_of_range(at, value):
+    fields = [*GOOD[:at], value, *GOOD[at + 1 :]]
+    assert decode_prefix(struct.pack(">BB2sBBBIBQ", *GOOD)) == (33, 0)
+    with pytest.raises(ProtocolError):
+        decode_prefix(struct.pack(">BB2sBBBIBQ", *fields))
 
 
 def test_prefix_and_header_that_announce_different_payloads():
     header = header_of(ABORT, payload=b"\xc6\0\0\0\x05")
     assert decode_header(header, 5) == Abort("PeerLost")
     for announced in (0, 4, 6):
-        with pytest.raises(ProtocolError, match=f"different payloads: got 5, expected {announced}"):
+        with pytest.raises(ProtocolError):
             decode_header(header, announced)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ([*ABORT, ("error", "")], "each once"),
-        ([("kind", "abort"), *ABORT], "each once"),
-        ([*ABORT, ("payload", b"")], "each once"),
-        ([*reversed(ABORT)], "'kind' first"),
-        ([("error", "PeerLost")], "'kind' first"),
-        ([], "'kind' first"),
-        ([("kind", "pickle")], "unknown kind of message: got 'pickle'"),
-        ([("kind", 3)], "unknown kind"),
-        ([("kind", None)], "unknown kind"),
-        ([("kind", ["abort"])], "header is not msgpack"),
-        ([("kind", {"abort": 1})], "unknown kind"),
-        ([("kind", "Abort"), ("error", "PeerLost")], "unknown kind"),
-        ([("kind", "abort")], r"fields of 'abort' are wrong: got \[\], expected \['error'\]"),
-        ([*ABORT, ("more", 1)], r"fields of 'abort' are wrong: got \['error', 'more'\]"),
-        ([("kind", "abort"), (b"error", "")], "fields of 'abort' are wrong"),
-        ([("kind", "abort"), (7, 7)], "header is not msgpack"),
-        (of_rank("7"), "'hello.rank' has a wrong type: got str, expected int"),
-        (of_rank(7.0), "got float"),
-        (of_rank(True), "got bool"),
-        (of_rank(None), "got NoneType"),
-        (of_rank(b"7"), "got bytes"),
-        (of_rank([]), "got list"),
-        (of_rank({}), "has a wrong type"),
-        (of_rank({"rank": {"rank": 7}}), "has a wrong type"),
-        (of_rank([7]), "header is not msgpack"),
-        (of_rank(msgpack.ExtType(5, b"")), "has a wrong type"),
-        (of_rank(msgpack.ExtType(5, b"xyz")), "header is not msgpack"),
-        (of_rank(msgpack.Timestamp(1)), "header is not msgpack"),
-        (of_rank(-1), "out of range: got -1"),
-        (of_rank(2**63), "out of range: got 9223372036854775808"),
-        (of_rank(2**64 - 1), "out of range"),
-        ([*HELLO[:-1], ("nonce", "text")], "'hello.nonce' has a wrong type: got str, expected bytes"),
-        ([("kind", "abort"), ("error", b"PeerLost")], "'abort.error' has a wrong type: got bytes, expected str"),
-    ],
-)
-def test_headers_that_cannot_be(fields, says):
-    with pytest.raises(ProtocolError, match=says):
-        decode_header(header_of(fields), 0)
+# Lists of a header's fields, without its payload.
+BAD_FIELDS = [
+    *([*ABORT, ("error", "")], [("kind", "abort"), *ABORT], [*ABORT, ("payload", b"")], [*reversed(ABORT)]),
+    *([("error", "PeerLost")], [], [("kind", "abort")], [*ABORT, ("more", 1)], [("kind", "abort"), (b"error", "")]),
+    *([("kind", kind)] for kind in ("pickle", 3, None, ["abort"], {"abort": 1})),
+    *([("kind", "Abort"), ("error", "PeerLost")], [("kind", "abort"), (7, 7)], [*HELLO[:-1], ("nonce", "text")]),
+    [("kind", "abort"), ("error", b"PeerLost")],
+    *map(of_rank, ("7", 7.0, True, None, b"7", [], {}, {"rank": {"rank": 7}}, [7], -1, 2**63, 2**64 - 1)),
+    *map(of_rank, (msgpack.ExtType(5, b""), msgpack.ExtType(5, b"xyz"), msgpack.Timestamp(1))),
+]
+NO_MAPS = [
+    *(b"", b"\xc0", b"\x93\x01\x02\x03", b"\x82\xa4kind"),  # nothing, an array, a map that ends early
+    *(b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"),  # a map and an array of 2**32 - 1 entries
+    *(b"\x81" * 4000, b"\x91" * 4000, b"\x81\xa4kind" + b"\x81\xa1x" * 300 + b"\xc0"),  # maps in maps
+    b"\x82\xa4kind\xa5abort\xa5error" + b"\x81\xa1x" * 1000 + b"\xc0",
+    b"\x82\xa4kind\xa5\xff\xff\xff\xff\xff\xa7payload",  # no UTF-8
+    header_of(ABORT)[:-5] + b"\x01",  # something between key and payload
+]
+PAYLOADS = [b"\xc4\0", b"\xc5\0\0", b"\xa0", b"\xc0", b"\0\0\0\0\0"]  # in another form
+BAD_HEADERS = [
+    *map(header_of, BAD_FIELDS),
+    *(body + b"\xc6\0\0\0\0" for body in NO_MAPS),
+    *(header_of(ABORT, payload=form) for form in PAYLOADS),
+    b"\x01" + header_of(ABORT),
+]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"\xc0",
-        b"\x93\x01\x02\x03",  # an array
-        b"\x82\xa4kind",  # a map that ends early
-        b"\xdf\xff\xff\xff\xff",  # a map of 2**32 - 1 entries
-        b"\xdd\xff\xff\xff\xff",  # an array of as many
-        b"\x81" * 4000,  # maps in maps
-        b"\x91" * 4000,
-        b"\x81\xa4kind" + b"\x81\xa1x" * 300 + b"\xc0",  # a kind of maps in maps
-        b"\x82\xa4kind\xa5abort\xa5error" + b"\x81\xa1x" * 1000 + b"\xc0",
-        b"\x82\xa4kind\xa5\xff\xff\xff\xff\xff\xa7payload",  # no UTF-8
-        header_of(ABORT)[:-5] + b"\x01",  # something between key and payload
-    ],
-)
-def test_headers_that_are_no_map(body):
+@pytest.mark.parametrize("header", BAD_HEADERS, ids=range(len(BAD_HEADERS)))
+def test_headers_that_cannot_be(header):
+    assert decode_header(header_of(ABORT), 0) == Abort("PeerLost")
+    assert decode_header(header_of(HELLO), 0) == Hello(1, 4, "", NONCE)
     with pytest.raises(ProtocolError):
-        decode_header(body + b"\xc6\0\0\0\0", 0)
-
-
-def test_two_objects_in_one_header():
-    with pytest.raises(ProtocolError, match="ExtraData"):
-        decode_header(b"\x01" + header_of(ABORT), 0)
-
-
-@pytest.mark.parametrize("form", [b"\xc4\0", b"\xc5\0\0", b"\xa0", b"\xc0", b"\0\0\0\0\0"])
-def test_payload_in_another_form(form):
-    with pytest.raises(ProtocolError):
-        decode_header(header_of(ABORT, payload=form), 0)
+        decode_header(header, 0)
 
 
 def test_payload_beyond_its_kinds_limit():
     expect_payload(Refused(), 10, 10)
-    with pytest.raises(ProtocolError, match="payload of 'refused' is too long: got 11, expected at most 10"):
+    with pytest.raises(ProtocolError, match="got 11"):
         expect_payload(Refused(), 11, 10)
 
 
@@ -340,18 +233,9 @@ def test_random_prefix(data):
     assert payload_bytes < 2**32
 
 
-plain = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
-    max_leaves=6,
-)
-entries = st.lists(
-    st.tuples(
-        st.one_of(st.sampled_from(["kind", "job", "error", "url", "group", "payload", "nonce", "rank"]), plain),
-        st.one_of(st.sampled_from(["abort", "hello", "members", "proof"]), st.integers(0, 9), plain),
-    ),
-    max_size=8,
-)
+words = st.sampled_from(["kind", "job", "error", "url", "payload", "nonce", "rank", "abort", "hello", "proof"])
+plain = st.one_of(words, st.none(), st.integers(-1, 9), st.floats(), st.binary(), st.lists(words, max_size=2))
+entries = st.lists(st.tuples(words, plain), max_size=8)
 
 
 @given(st.one_of(st.binary(max_size=200), entries.map(header_of)))

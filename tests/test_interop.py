@@ -1,26 +1,32 @@
-"""Every framework, in and out, in every dtype: the same memory by address, and producers that may go."""
+"""Every framework, in and out, in every dtype: the same memory by address, and producers that may go.
 
-import gc
-import importlib
+torch and JAX with their gradients on a real GPU, too. What needs no GPU of these is in test_arrays_frameworks.py and
+test_kernels_streams.py, with a stand-in for torch.
+"""
+
+import importlib.util
 
 import ml_dtypes
 import numpy as np
 import pytest
 import strategies as draw
+from backends import available, runnable
+from devices import on_host
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
-from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused
+from gradengine.kernels import HostKernels
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.0.b": (7,), "head": (2, 1, 4)})
+LAYOUT = GradientLayout.of({"layers.0.w": (300, 50), "layers.0.b": (7,), "head": (2, 1, 4)})
 
 
 class NumPy:
     """NumPy's arrays, bf16 by ml_dtypes; the others are as this one but for what they change."""
 
     writable = True
+    kernels = HostKernels(1)
 
     def put(self, array):
         return array.copy()
@@ -41,11 +47,13 @@ class Torch(NumPy):
         self.torch = pytest.importorskip("torch")
 
     def put(self, array):
+        if array.dtype == np.int32:
+            return self.torch.from_numpy(array.copy())
         bits = {2: np.int16, 4: np.int32}[array.itemsize]
         return self.torch.from_numpy(array.view(bits).copy()).view(getattr(self.torch, array.dtype.name))
 
     def get(self, array):
-        return array.float().numpy().astype(DTYPES[str(array.dtype).removeprefix("torch.")])
+        return array.float().cpu().numpy().astype(DTYPES[str(array.dtype).removeprefix("torch.")])
 
     def address(self, array):
         return array.data_ptr()
@@ -54,28 +62,15 @@ class Torch(NumPy):
         return self.torch.from_dlpack(array)
 
 
-class TorchByDlpack(Torch):
-    """A tensor of a kind that is not asked itself."""
+class TorchOnAGpu(Torch):
+    def __init__(self):
+        super().__init__()
+        if not self.torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        self.kernels = available("cupy").kernels
 
     def put(self, array):
-        return Handed(super().put(array))
-
-    def get(self, array):
-        return super().get(array.tensor)
-
-    def address(self, array):
-        return array.tensor.data_ptr()
-
-
-class Handed:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
-
-    def __dlpack__(self, **options):
-        return self.tensor.__dlpack__(**options)
+        return super().put(array).cuda()
 
 
 class Jax(NumPy):
@@ -92,6 +87,14 @@ class Jax(NumPy):
 
     def imported(self, array):
         return self.jax.dlpack.from_dlpack(array)
+
+
+class JaxOnAGpu(Jax):
+    def __init__(self):
+        super().__init__()
+        if self.jax.default_backend() != "gpu":
+            pytest.skip("this JAX has no CUDA")
+        self.kernels = available("cupy").kernels
 
 
 class Capsules(NumPy):
@@ -125,15 +128,21 @@ class Pointers(NumPy):
 FRAMEWORKS = {
     "numpy": NumPy,
     "torch": Torch,
-    "torch by DLPack": TorchByDlpack,
     "jax": Jax,
     "versioned DLPack": Capsules,
     "older DLPack": lambda: Capsules(versioned=False, old_signature=True),
     "raw pointers": Pointers,
+    "torch-cupy": TorchOnAGpu,
+    "jax-cupy": JaxOnAGpu,
 }
+HERE = [
+    name
+    for name in FRAMEWORKS
+    if "-" not in name or (runnable(["cupy"]) and importlib.util.find_spec(name.partition("-")[0]))
+]
 
 
-@pytest.fixture(params=list(FRAMEWORKS))
+@pytest.fixture(params=HERE)
 def framework(request):
     return FRAMEWORKS[request.param]()
 
@@ -143,79 +152,75 @@ def dtype(request):
     return request.param
 
 
+def new_engine(framework, **options):
+    return GradientEngine(LAYOUT, framework.kernels, **{"max_norm": None, **options})
+
+
 def values(dtype, seed=0):
     return {slot.name: draw.random_array([seed, i], slot.shape, dtype) for i, slot in enumerate(LAYOUT.slots)}
+
+
+def put_all(framework, arrays):
+    return {name: framework.put(array) for name, array in arrays.items()}
 
 
 def test_gradients_are_read_where_they_lie(framework, dtype):
     for name, array in values(dtype).items():
         theirs = framework.put(array)
-        view = host_buffer(theirs, name)
+        view = framework.kernels.device.view(theirs, name)
         assert (view.pointer, view.dtype, view.size) == (framework.address(theirs), dtype, array.size)
-        draw.assert_same_bits(view.data, array)
-
-
-def test_a_step_of_two_micro_batches(framework, dtype):
-    engine = GradientEngine(LAYOUT, max_norm=None)
-    batches = [values(dtype, seed) for seed in (0, 1)]
-    for batch in batches:
-        engine.add({name: framework.put(array) for name, array in batch.items()})
-    for name, gradient in engine.step().gradients.items():
-        first, second = (batch[name].astype(np.float32) for batch in batches)
-        draw.assert_same_bits(gradient, (first + second) * np.float32(0.5))
+        assert view.writable is framework.writable
 
 
 @pytest.mark.parametrize("hold", [1, 2])
 def test_producers_may_go_right_after_add(framework, dtype, hold):
     """Their memory is taken by others meanwhile, where nobody keeps it."""
-    engine = GradientEngine(LAYOUT, max_norm=None, hold=hold)
+    engine = new_engine(framework, hold=hold)
     for seed in (0, 1):
-        batch = {name: framework.put(array) for name, array in values(dtype, seed).items()}
+        batch = put_all(framework, values(dtype, seed))
         engine.add(batch)
         del batch
-        gc.collect()
         others = [framework.put(np.full(slot.shape, np.nan, DTYPES[dtype])) for slot in LAYOUT.slots * 5]
-    result = engine.step()
-    for name, gradient in result.gradients.items():
+    for name, gradient in engine.step().gradients.items():
         first, second = (values(dtype, seed)[name].astype(np.float32) for seed in (0, 1))
-        draw.assert_same_bits(gradient, (first + second) * np.float32(0.5))
+        draw.assert_same_bits(on_host(gradient), (first + second) * np.float32(0.5))
     assert len(others) == 15
 
 
 def test_the_result_is_the_frameworks_without_a_copy(framework):
-    engine = GradientEngine(LAYOUT, max_norm=None)
-    engine.add(values("float32"))
-    for array, target in zip(engine.step().gradients.values(), engine.accumulator.arena.targets, strict=True):
+    engine, gradients = new_engine(framework), values("float32")
+    engine.add(put_all(framework, gradients))
+    for (name, array), target in zip(engine.step().gradients.items(), engine.accumulator.arena.targets, strict=True):
         theirs = framework.imported(array)
-        assert NumPy.address(framework, np.asarray(theirs)) == target.pointer
+        assert framework.kernels.device.view(theirs, name).pointer == target.pointer
+        draw.assert_same_bits(on_host(array), gradients[name])
 
 
 def test_a_step_writes_into_the_frameworks_own(framework, dtype):
-    engine = GradientEngine(LAYOUT, max_norm=1.0)
-    gradients = values("float32")
-    out = {name: framework.put(np.zeros(array.shape, DTYPES[dtype])) for name, array in gradients.items()}
+    engine, gradients = new_engine(framework, max_norm=1.0), values("float32")
+    out = put_all(framework, {name: np.zeros(array.shape, DTYPES[dtype]) for name, array in gradients.items()})
     addresses = {name: framework.address(array) for name, array in out.items()}
-    engine.add(gradients)
+    engine.add(put_all(framework, gradients))
     if not framework.writable:
-        with pytest.raises(BufferRefused, match=r"destination 'layers\.0\.w' is read-only"):
+        with pytest.raises(BufferRefused, match=r"'layers\.0\.w' is read-only"):
             engine.step(out=out)
         return
     result = engine.step(out=out)
     for name, array in out.items():
         assert framework.address(array) == addresses[name]
-        wanted = (gradients[name] * result.factor).astype(DTYPES[dtype])
+        wanted = (gradients[name] * np.float32(on_host(result.factor))).astype(DTYPES[dtype])
         draw.assert_same_bits(framework.get(array).reshape(wanted.shape), wanted)
         assert result.gradients[name] is array
 
 
 def test_clipping_in_place(framework, dtype):
     arrays = values(dtype)
-    theirs = {name: framework.put(array) for name, array in arrays.items()}
+    theirs = put_all(framework, arrays)
     if not framework.writable:  # gradengine.jax.clip_by_global_norm gives new arrays
-        with pytest.raises(BufferRefused, match=r"destination 'layers\.0\.w' is read-only"):
+        with pytest.raises(BufferRefused, match=r"'layers\.0\.w' is read-only"):
             clip_by_global_norm(theirs, 1.0)
         return
-    norm = clip_by_global_norm(theirs, 1.0)
+    norm = float(clip_by_global_norm(theirs, 1.0))
     assert norm == pytest.approx(draw.exact_norm(list(arrays.values())), rel=1e-6)
     for name, array in arrays.items():
         wanted = (array.astype(np.float32) * np.float32(1 / norm)).astype(DTYPES[dtype])
@@ -225,9 +230,103 @@ def test_clipping_in_place(framework, dtype):
 def test_frameworks_in_one_micro_batch():
     """Each component as it comes."""
     names = [name for name in ("numpy", "torch", "jax") if name == "numpy" or importlib.util.find_spec(name)]
-    engine = GradientEngine(LAYOUT, max_norm=None)
-    gradients = values("float32")
-    mixed = {name: FRAMEWORKS[names[i % len(names)]]().put(array) for i, (name, array) in enumerate(gradients.items())}
-    engine.add(mixed)
+    engine, gradients = GradientEngine(LAYOUT, max_norm=None), values("float32")
+    engine.add({n: FRAMEWORKS[names[i % len(names)]]().put(array) for i, (n, array) in enumerate(gradients.items())})
     for name, gradient in engine.step().gradients.items():
         draw.assert_same_bits(gradient, gradients[name])
+
+
+ON_A_GPU = pytest.mark.parametrize("framework", [n for n in HERE if "-" in n] or ["torch-cupy"], indirect=True)
+OF_TORCH = pytest.mark.parametrize("framework", ["torch-cupy"], indirect=True)
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("kind", ["float32", "int32"])
+def test_weights_are_read_where_they_lie(framework, kind):
+    engine, host = (new_engine(framework, hold=2) for _ in range(2))
+    for seed, tokens in enumerate((300, 7)):
+        batch = put_all(framework, values("float32", seed))
+        engine.add(batch, weight=framework.put(np.array(tokens, kind)))
+        host.add(batch, weight=tokens)
+    found, expected = engine.step(), host.step()
+    assert float(found.weight) == expected.weight == 307
+    for name, gradient in found.gradients.items():
+        draw.assert_same_bits(on_host(gradient), on_host(expected.gradients[name]))
+
+
+@OF_TORCH
+class TestTorchOnAGpu:
+    @pytest.mark.parametrize("makes_new", [True, False])
+    def test_a_stream_of_its_own(self, framework, makes_new):
+        """Written late on torch's stream, overwritten there at once; read there after the step."""
+        t, engine = framework.torch, new_engine(framework)
+        kept = [t.zeros(slot.shape, device="cuda") for slot in LAYOUT.slots]
+        t.cuda.synchronize()
+        with t.cuda.stream(t.cuda.Stream()):
+            for value in (1.0, 2.0, 3.0):
+                gradients = [t.empty_like(tensor) for tensor in kept] if makes_new else kept
+                t.cuda._sleep(20_000_000)
+                for tensor in gradients:
+                    tensor.fill_(value)
+                engine.add(gradients)
+                for tensor in gradients:
+                    tensor.fill_(float("nan"))
+                del gradients
+                copies = [t.from_dlpack(array).clone() for array in engine.step().gradients.values()]
+                assert all(bool((copy == value).all()) for copy in copies)
+
+    def test_what_was_not_cleared_is_told_and_what_was_is_not_asked(self, framework):
+        from gradengine.torch import gradients_of
+
+        t, module = framework.torch, framework.torch.nn.Linear(64, 8).cuda()
+
+        def backward():
+            module(t.ones(2, 64, device="cuda")).sum().backward()
+
+        backward()
+        gradients_of(module)
+        t.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                module.zero_grad(set_to_none=False)
+                backward()
+                gradients_of(module)
+        finally:
+            t.cuda.set_sync_debug_mode("default")
+        backward()
+        with pytest.raises(BufferRefused, match=r"'weight' was not cleared"):
+            gradients_of(module)
+
+    def test_its_own_signature(self, framework):
+        from gradengine.torch import clip_grad_norm_
+
+        t = framework.torch
+        ours, theirs = ([t.nn.Parameter(t.zeros(1000, 33, device="cuda")) for _ in range(5)] for _ in range(2))
+        for our, their in zip(ours, theirs, strict=True):
+            our.grad = t.randn_like(our)
+            their.grad = our.grad.clone()
+        norms = clip_grad_norm_(ours, 1.0), t.nn.utils.clip_grad_norm_(theirs, 1.0)
+        assert norms[0].device == norms[1].device
+        t.testing.assert_close(*norms, rtol=1e-5, atol=0)
+        for our, their in zip(ours, theirs, strict=True):
+            t.testing.assert_close(our.grad, their.grad, rtol=2e-5, atol=1e-9)
+
+    @pytest.mark.parametrize("is_bad", [False, True])
+    def test_a_fused_optimizer_takes_a_deferred_step(self, framework, is_bad):
+        from gradengine.torch import gradients_of, layout_of, step_fused
+
+        t = framework.torch
+        ours, other = (t.nn.Linear(300, 50, device="cuda") for _ in range(2))
+        other.load_state_dict(ours.state_dict())
+        engine = GradientEngine(layout_of(ours), framework.kernels, max_norm=0.5, on_non_finite="skip")
+        fused, plain = (t.optim.AdamW(m.parameters(), lr=0.1, fused=m is ours) for m in (ours, other))
+        before = [parameter.clone() for parameter in ours.parameters()]
+        for module in (ours, other):
+            module(t.ones(8, 300, device="cuda") * (float("nan") if is_bad else 1)).square().sum().backward()
+        engine.add(gradients_of(ours))
+        step_fused(fused, engine.step(deferred=True), ours)
+        if not is_bad:
+            t.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            plain.step()
+        for parameter, value in zip(ours.parameters(), before if is_bad else other.parameters(), strict=True):
+            t.testing.assert_close(parameter.data, value.data, rtol=1e-4, atol=1e-5)

@@ -17,13 +17,19 @@ from interrupts import interrupted_at, kept_interrupt, places_of, signalled
 from ranks import on_ranks
 from transports import SOON, Transport, group, on_all
 
-from gradengine import DistributedTrainer, GradientEngine, GradientLayout, PerBlockGradientAccumulator, local_group
+from gradengine import GradientEngine, GradientLayout, local_group
 from gradengine.accumulate.state import State
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, PeerLost, WindowError
 from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
 
 ONE = (np.float32(1),)
+
+
+def timed(call):
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 class TestHelpers:
@@ -46,24 +52,20 @@ class TestHelpers:
         self.accumulate()
         assert all((target.data == 1).all() for target in self.targets)
 
-    def test_a_call_interrupted_at_any_line(self):
+    def test_a_call_interrupted_at_any_line_or_time(self):
         for at in places_of(self.accumulate):
             interrupted_at(at, self.accumulate)
             self.assert_nobody_writes()
-
-    @pytest.mark.parametrize("times", [1, 3])
-    def test_a_call_interrupted_at_any_time(self, times):
-        started = time.perf_counter()
-        self.accumulate()
-        lasts, seeds, interrupts = time.perf_counter() - started, random.Random(times), 0
+        seeds, interrupts = random.Random(3), 0
+        lasts = timed(self.accumulate)
         for _ in range(200):
             try:
-                with signalled(seeds.uniform(0, lasts), times):
+                with signalled(seeds.uniform(0, lasts), times=3):
                     self.accumulate()
             except KeyboardInterrupt:
                 interrupts += 1
                 self.assert_nobody_writes()
-            if interrupts == 25:
+            if interrupts == 10:
                 break
         assert interrupts > 0
 
@@ -89,7 +91,7 @@ class TestHelpers:
         assert all((target.data == 7).all() for target in self.targets)
 
 
-LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (2,)})
+LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
 DEADLINE = 20.0  # nobody waits for it unless a rank is not told; then the asserts below say so
 
 
@@ -105,7 +107,7 @@ class User:
     """
 
     def __init__(self, exchange=None, spares=(), way="in place", whole=True, rank=0, backend=None, **options):
-        self.backend = backend or available("host-1")
+        self.backend = backend or available("host")
         self.engine = GradientEngine(LAYOUT, self.backend.kernels, max_norm=0.5, exchange=exchange, **options)
         self.spares, self.way, self.whole = list(spares), way, whole
         self.rank, self.results, self.endings = max(rank, self.engine.rank), [], []
@@ -119,9 +121,8 @@ class User:
         if self.whole:
             self.engine.add(batch, weight)
             return
-        for block in reversed(LAYOUT.blocks):
-            self.engine.add_block(block.index, [batch[block.index]], weight, last=last)
-        self.engine.add_non_block("head", batch[2], weight, last=last)
+        self.engine.add_block(0, batch[:1], weight, last=last)
+        self.engine.add_non_block("head", batch[1], weight, last=last)
 
     def run_window(self):
         window, out = len(self.results), None
@@ -173,18 +174,7 @@ def same(results, wanted):
     return all(result in (None, other) for result, other in zip(results, wanted, strict=False))
 
 
-def timed(call):
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-WAYS = [
-    {},
-    {"way": "deferred"},
-    {"way": "out", "hold": 2, "micro_batches": 2},
-    {"whole": False, "hold": 3, "groups": "block"},
-]
+WAYS = [{}, {"way": "deferred", "whole": False, "hold": 3}, {"way": "out", "hold": 2, "micro_batches": 2}]
 
 
 class TestOneWorker:
@@ -199,31 +189,11 @@ class TestOneWorker:
         assert endings["BROKEN"] > 0.8 * sum(endings.values()) > 50, endings
         assert set(endings) <= {"BROKEN", "EMPTY", "OPEN"}
 
-    @pytest.mark.parametrize("options", WAYS)
-    def test_a_window_interrupted_at_any_time_is_followed_by_one_of_the_same_bits(self, options):
-        wanted, seeds, interrupts = User(**options).train(), random.Random(0), 0
-        # The shortest of some: on a busy machine one may last ten times as long, and no interrupt would come in time.
-        lasts = min(timed(User(**options).attempt) for _ in range(5))
-        for _ in range(20):
-            users = [User(**options) for _ in range(10)]
-            try:
-                with signalled(seeds.uniform(0, len(users) * lasts)):
-                    for user in users:
-                        user.attempt()
-            except KeyboardInterrupt:
-                interrupts += 1
-            for user in users:
-                if user.engine.has_open_window:
-                    user.go_on()
-                assert same(user.train(), wanted), user.endings
-        assert interrupts
-
-    @pytest.mark.parametrize("options", [{}, {"way": "out", "hold": 2}])
-    def test_on_a_device_too(self, emulated, options):
-        """Of its lines an eighth in each of two ways to step: the launchers are the emulator's to slow down."""
-        wanted = User(backend=emulated, **options).train()
-        for at in places_of(User(backend=emulated, **options).run_window)[4 * bool(options) :: 8]:
-            user = User(backend=emulated, **options)
+    def test_on_a_device_too(self, emulated):
+        """Of its lines an eighth: the launchers are the emulator's to slow down."""
+        wanted = User(backend=emulated, **WAYS[2]).train()
+        for at in places_of(User(backend=emulated, **WAYS[2]).run_window)[::8]:
+            user = User(backend=emulated, **WAYS[2])
             assert same(user.train(at), wanted), (at, user.endings)
 
 
@@ -332,42 +302,6 @@ class TestGraphs:
             del interrupt
 
 
-class TestOtherCalls:
-    def test_a_discard_interrupted_at_any_line_can_be_called_again(self):
-        def new():
-            user = User()
-            user.add(micro_batch(0, 0, 0), 0)
-            return user
-
-        wanted = User().train()
-        for at in places_of(new().engine.discard):
-            user = new()
-            interrupted_at(at, user.engine.discard)
-            user.engine.discard()
-            assert same(user.train(), wanted), at
-
-    def test_an_average_interrupted_at_any_line_is_taken_once_or_the_window_is_broken(self):
-        def new():
-            accumulator = PerBlockGradientAccumulator(LAYOUT)
-            for k in range(2):
-                accumulator.add(micro_batch(0, 0, k), 1.0 + k)
-            return accumulator
-
-        wanted, endings = new(), set()
-        wanted.average()
-        for at in places_of(new().average):
-            accumulator = new()
-            interrupted_at(at, accumulator.average)
-            if accumulator.state.now is State.BROKEN:
-                with pytest.raises(WindowError, match="is broken"):
-                    accumulator.average()
-            else:
-                accumulator.average()  # a second time it changes nothing
-                assert accumulator.memory.data.tobytes() == wanted.memory.data.tobytes(), at
-            endings.add(accumulator.state.now)
-        assert endings == {State.BROKEN, State.OPEN}
-
-
 class Pair:
     """Two workers, rank `who` on this thread. After an interrupt both begin the window anew in a new group."""
 
@@ -409,14 +343,15 @@ class Pair:
 
 
 class TestTwoWorkers:
-    """A quarter of the lines for each rank and way to step: together all, the first or the last time they run."""
+    """A fifth of the lines for each rank and its way to step, the first or the last time they run."""
 
-    @pytest.mark.parametrize("who", [0, 1])
-    @pytest.mark.parametrize("options", [{}, {"whole": False, "average": "per_worker", "way": "out"}])
+    @pytest.mark.parametrize(
+        ("who", "options"), [(0, {}), (1, {"whole": False, "average": "per_worker", "way": "out"})]
+    )
     def test_interrupted_at_any_line_no_bit_is_wrong_and_nobody_hangs(self, who, options):
         wanted = Pair(who, **options).train().ends
         endings = collections.Counter()
-        for at in Pair(who, **options).places()[who + 2 * bool(options) :: 4]:
+        for at in Pair(who, **options).places()[who::5]:
             pair = Pair(who, **options).train(at)
             for rank, (user, end) in enumerate(zip(pair.users, pair.ends, strict=True)):
                 # Where the interrupt came after the step, the next window's is of another step than the other rank's.
@@ -427,7 +362,7 @@ class TestTwoWorkers:
 
     def test_a_step_interrupted_at_any_time_no_bit_is_wrong_and_nobody_hangs(self):
         wanted, seeds = Pair(0).train().ends, random.Random(0)
-        for _ in range(40):
+        for _ in range(20):
             pair = Pair(0)
 
             def train(user):
@@ -470,77 +405,7 @@ class TestOneRankAlone:
 
         errors = on_ranks(work, 2)
         assert {type(error) for error in errors} == {HandshakeRefused}
-        assert any(
-            "is at another step: got 1, expected 0; restart all from one checkpoint" in str(e) for e in errors
-        ) or (any("is at another step: got 0, expected 1; restart all from one checkpoint" in str(e) for e in errors))
-
-    def test_a_step_that_all_dropped_is_none(self):
-        def work(exchange):
-            engine = GradientEngine(LAYOUT, exchange=exchange)
-            engine.add([np.full(slot.shape, np.nan, np.float32) for slot in LAYOUT.slots])
-            with pytest.raises(NonFiniteGradient):
-                engine.step()
-            engine.discard()
-            engine.add(micro_batch(0, 0, 0))
-            return engine.step().step
-
-        assert on_ranks(work, 2) == [1, 1]
-
-
-class Descent:
-    """The smallest trainer: it knows how often it was asked to apply what."""
-
-    def __init__(self):
-        self.w, self.applied = np.full(3, 4, np.float32), 0
-
-    def forward_backward(self, target):
-        return float(((self.w - target) ** 2).sum()), {"w": 2 * (self.w - target)}
-
-    def apply_gradients(self, gradients):
-        self.w = self.w - np.float32(0.25) * gradients["w"]
-        self.applied += 1
-
-    def weights(self):
-        return [self.w]
-
-
-class TestTrainer:
-    def new(self):
-        return DistributedTrainer(Descent(), None, GradientLayout.of({"w": (3,)}), check_every=1)
-
-    def train(self, trainer, step):
-        return trainer.train_batch([np.float32(step), np.float32(step + 1)])
-
-    def test_a_batch_interrupted_at_any_line_is_applied_once_or_says_that_nobody_knows(self):
-        wanted, plain = [], self.new()
-        for step in range(2):
-            self.train(plain, step)
-            wanted.append(plain.trainer.w.tolist())
-        endings = collections.Counter()
-        for at in places_of(lambda: self.train(self.new(), 0)):
-            trainer = self.new()
-            interrupted_at(at, lambda trainer=trainer: self.train(trainer, 0))
-            endings[self.finish(trainer)] += 1
-            assert trainer.trainer.w.tolist() == wanted[0], at
-            self.train(trainer, 1)
-            assert (trainer.trainer.w.tolist(), trainer.trainer.applied) == (wanted[1], 2), at
-        assert set(endings) == {"done", "finished", "nobody knows", "trained again"}
-
-    def finish(self, trainer):
-        """What its user does, who knows here what became of the weights."""
-        if trainer.step == 1:
-            trainer.discard()  # a comparison of weights that is not finished
-            return "done"
-        try:
-            trainer.finish_step()
-        except WindowError as refusal:
-            trainer.discard()
-            if trainer.trainer.applied == 0:
-                self.train(trainer, 0)
-                return "trained again"
-            assert "may have changed the weights" in str(refusal)  # noqa: PT017
-            return "nobody knows"
-        return "finished"
+        assert all("is at another step" in str(error) for error in errors)
 
 
 class TestJoining:
@@ -549,7 +414,7 @@ class TestJoining:
     @pytest.mark.parametrize("who", [0, 1])
     def test_interrupted_at_any_line_nobody_hangs_and_the_next_group_is_joined(self, who):
         wanted, places = self.train(who)
-        for at in places:
+        for at in places[who::4]:
             started = time.monotonic()
             assert self.train(who, at)[0] == wanted, at
             assert time.monotonic() - started < 3 * DEADLINE, at

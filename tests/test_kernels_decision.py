@@ -49,23 +49,13 @@ class TestDecide:
         assert decision.block_norms == (2.0, 5.0)
         assert decision.scales == (1.0,)
 
-    def test_the_factor_is_rounded_once(self):
-        norm, bound, divisor = 3.0, 0.7, 7.0
-        decision = decide(np.array([(norm * divisor) ** 2]), ClipPlan((0,), (bound,)), divisor)
-        assert decision.factors[0].dtype == np.float32
-        assert decision.factors[0] == np.float32(bound / norm / divisor)
-
     @pytest.mark.parametrize("divisor", [3.0, 7.0, 10.0, 0.3])
     def test_no_divisor_and_no_scale_is_rounded_before_the_factor_is(self, divisor):
         bounds = np.linspace(0.1, 0.9, 200).tolist()
         totals, plan = np.full(200, divisor**2), ClipPlan(tuple(range(200)), tuple(bounds))
         decision = decide(totals, plan, divisor)
-        exact = [np.float32(scale / divisor) for scale in decision.scales]
-        assert list(decision.factors) == exact
-        twice = [np.float32(scale) / np.float32(divisor) for scale in decision.scales]
-        by_inverse = [np.float32(scale * float(np.float32(1 / divisor))) for scale in decision.scales]
-        assert exact != twice
-        assert exact != by_inverse
+        assert list(decision.factors) == [np.float32(scale / divisor) for scale in decision.scales]
+        assert {factor.dtype for factor in decision.factors} == {np.dtype(np.float32)}
 
     @pytest.mark.parametrize("divisor", [2.0**-126, 1.0, 3.0, 2.0**126])
     @pytest.mark.parametrize("below", [1.0, 0.9999999, 0.7, 2.0**-20, 2.0**-30])
@@ -107,10 +97,6 @@ class TestDecide:
         decision = decide(np.full(1000, (3e38) ** 2 * 1e6), ClipPlan((0,) * 1000, (1.0,)), 1.0)
         assert decision.bad == ()
         assert decision.norm == pytest.approx(3e38 * math.sqrt(1e9))
-
-    def test_nothing_has_norm_zero(self):
-        decision = decide(np.array([]), ClipPlan((), (1.0,)), 1.0)
-        assert (decision.norm, decision.scales) == (0.0, (1.0,))
 
     @given(plan=plans, divisor=st.floats(1e-6, 1e6))
     def test_of_any_sums(self, plan, divisor):

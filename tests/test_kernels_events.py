@@ -6,7 +6,6 @@ import weakref
 
 import numpy as np
 import pytest
-from backends import on_the_stand_in
 from devices import put_all, synchronize
 
 from gradengine import GradientEngine, GradientLayout
@@ -102,28 +101,6 @@ class TestACaptureOfSomebodyElse:
         assert not event.done
         with pytest.raises(device.xp.cuda.runtime.CUDARuntimeError, match="Invalidated"):
             stream.end_capture()
-
-
-@on_the_stand_in
-def test_a_read_is_a_copy_also_where_cupy_gives_the_memory_itself(emulated, monkeypatch):
-    """As it does under CUPY_ENABLE_UMP=1, without a wait, unless it is told where to copy to."""
-    place, stream = emulated.kernels.device, emulated.xp.cuda.Stream(non_blocking=True)
-    values = emulated.put(np.ones(5000, np.float32))
-    array = emulated.put(np.zeros(5000, np.float32))
-    synchronize(emulated)
-    get = type(array).get
-
-    def get_under_ump(array, stream=None, out=None):
-        return array._elements if out is None else get(array, stream, out=out)
-
-    monkeypatch.setattr(type(array), "get", get_under_ump)
-    with stream:
-        place.xp.cuda.runtime.memcpyAsync(array.data.ptr, values.data.ptr, array.nbytes, 3, stream.ptr)
-    on_host = place.read(array, stream.record())
-    assert (on_host == 1).all()
-    place.clear(array.data.ptr, array.nbytes)
-    synchronize(emulated)
-    assert (on_host == 1).all()
 
 
 class TestADeviceThatFailed:

@@ -9,12 +9,10 @@ import ctypes
 import dataclasses
 import mmap
 
-import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
-from backends import available
-from cuda_emulator.native import LOCK, register, unregister
+from cuda_emulator.native import register, unregister
 from folds import finalise, status_of
 
 from gradengine.arrays.buffer import Buffer
@@ -32,12 +30,12 @@ AROUND = 16  # elements that a misaligned access may reach beyond a chunk
 
 
 @pytest.fixture
-def kernels():
-    return available("emulated").kernels
+def kernels(emulated):
+    return emulated.kernels
 
 
 @pytest.fixture
-def far_memory():
+def far_memory(kernels):
     """Makes device memory as a NumPy array in its storage dtype, and a buffer of SIZE elements of it."""
     with contextlib.ExitStack() as stack:
 
@@ -46,15 +44,14 @@ def far_memory():
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
             memory = mmap.mmap(-1, length, flags)
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            with LOCK:
-                register(address, length)
+            register(address, length)
             stack.callback(unregister, address)
             elements = np.frombuffer(memory, DTYPES[dtype].storage)[offset:]
             pointer = address + offset * DTYPES[dtype].itemsize
             return elements, Buffer(pointer, SIZE, dtype, (SIZE,), True, memory, "cuda:0")
 
         yield make
-        cuda_emulator.cuda.runtime.deviceSynchronize()
+        kernels.xp.cuda.runtime.deviceSynchronize()
 
 
 def only(kernels, table, chunks):
@@ -107,7 +104,7 @@ def test_chunks_of_8_billion_elements_are_accumulated_where_they_lie(kernels, fa
     arguments = (np.uint32(table.entries), np.int64(table.chunk), sums.values, sums.non_finite)
     work = only(kernels, table, CHUNKS)
     kernels._launches.over(work, "accumulate_4", arguments, addresses.reshape(-1), weights)
-    cuda_emulator.cuda.runtime.deviceSynchronize()
+    kernels.xp.cuda.runtime.deviceSynchronize()
     expected_squares = np.zeros(LAST + 1)
     for chunk, start, stop, first, last in stretches():
         sources = [chunk_of(elements, dtype, start, stop) for dtype, elements, _ in given]
@@ -150,7 +147,7 @@ def test_chunks_of_8_billion_elements_are_handed_back_where_they_lie(kernels, fa
     arguments = (np.int64(CHUNK), null, null, np.float32(0.3))
     where = np.array([tagged(to_there)], np.uint64)
     kernels._launches.over(only(kernels, table, CHUNKS), "hand_back", arguments, where)
-    cuda_emulator.cuda.runtime.deviceSynchronize()
+    kernels.xp.cuda.runtime.deviceSynchronize()
     for chunk, start, stop, first, last in stretches(head):
         expected = draw.scaled(chunk_of(given, source, start, stop), 0.3, destination)
         draw.assert_same_bits(chunk_of(elements, destination, start, stop), expected)
@@ -164,7 +161,7 @@ def test_factor_1_copies_to_memory_whose_address_differs_by_4_gib_alone(kernels,
     elements, buffer = far_memory("float32")
     elements[:500] = draw.random_array(1, 500)
     kernels.scale([buffer.part(0, 500)], np.float32(1), [buffer.part(2**30, 2**30 + 500)])
-    cuda_emulator.cuda.runtime.deviceSynchronize()
+    kernels.xp.cuda.runtime.deviceSynchronize()
     draw.assert_same_bits(elements[2**30 : 2**30 + 500], elements[:500])
 
 

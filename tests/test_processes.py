@@ -79,6 +79,16 @@ def break_down(report):
     raise ZeroDivisionError("a fault of the program")
 
 
+def end_at_once(report):
+    pass
+
+
+def echo(report):
+    report(os.environ["OMP_NUM_THREADS"])
+    for number in report:
+        report(2 * number)
+
+
 def ended(pid):
     try:
         os.kill(pid, 0)
@@ -105,26 +115,22 @@ def test_a_killed_process_is_named_and_none_is_left():
     assert time.monotonic() - begin < PATIENCE
 
 
-def test_who_is_at_fault_is_named_and_not_who_noticed():
-    with ProcessPool() as pool:
-        pool_of(pool, noticing=miss_a_peer, failing=give_up)
-        with pytest.raises(ExchangeError, match="failing: this cannot be: got 1, expected 2"):
-            list(pool.reports())
-
-
-def test_where_all_miss_a_peer_the_first_to_say_so_is_named():
-    with ProcessPool() as pool:
-        pool_of(pool, only=miss_a_peer)
-        with pytest.raises(ExchangeError, match="only: somebody is gone"):
-            list(pool.reports())
-
-
-def test_a_fault_of_the_program_is_told_too(capfd):
-    with ProcessPool() as pool:
-        pool_of(pool, broken=break_down)
-        with pytest.raises(ExchangeError, match="broken: ZeroDivisionError: a fault of the program"):
-            list(pool.reports())
-    assert "Traceback" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("works", "kind", "says"),
+    [
+        ({"noticing": miss_a_peer, "failing": give_up}, ExchangeError, "failing: this cannot be: got 1, expected 2"),
+        ({"only": miss_a_peer}, ExchangeError, "only: somebody is gone"),
+        ({"broken": break_down}, ExchangeError, "broken: ZeroDivisionError: a fault of the program"),
+        ({"told": partial(take, "text"), "silent": end_at_once}, PeerLost, r"silent \(process \d+\) ended .*code 0"),
+    ],
+    ids=["who is at fault and not who noticed", "the first who missed a peer", "a fault of the program", "no answer"],
+)
+def test_who_failed_is_named(works, kind, says, capfd):
+    with ProcessPool(PATIENCE) as pool:
+        pool_of(pool, **works)
+        with pytest.raises(kind, match=says):
+            pool.answers() if kind is PeerLost else list(pool.reports())
+    assert ("Traceback" in capfd.readouterr().err) is ("broken" in works)
 
 
 def names_who_is_late(reports, name):
@@ -168,50 +174,19 @@ def test_processes_that_report_are_given_all_the_time_they_need(monkeypatch):
     assert set(waits) == {PATIENCE}
 
 
-def echo(report):
-    report("ready")
-    for number in report:
-        report(2 * number)
-
-
-def test_a_worker_answers_what_it_is_given_until_the_pool_is_closed():
-    pool = ProcessPool(PATIENCE)
+def test_a_worker_answers_what_it_is_given_until_the_pool_is_closed(monkeypatch):
+    """In an environment of its own; that of this process stays as it was."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    pool = ProcessPool(PATIENCE, environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     workers = [pool.start(name) for name in ("first", "second")]
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
     for worker in workers:
         pool.give(worker, echo)
-    assert pool.answers() == ["ready", "ready"]
+    assert pool.answers() == ["1", "1"]
     for number, worker in enumerate(workers, 1):
         pool.give(worker, number)
     assert pool.answers() == [2, 4]
     pool.close()
     assert [worker.process.exitcode for worker in workers] == [0, 0]
-
-
-def test_a_worker_that_ends_without_an_answer_is_named():
-    with ProcessPool(PATIENCE) as pool:
-        pool_of(pool, answering=partial(take, "text"), silent=end_at_once)
-        with pytest.raises(PeerLost, match=r"silent \(process \d+\) ended without a report, exit code 0"):
-            pool.answers()
-
-
-def end_at_once(report):
-    pass
-
-
-def test_the_environment_of_this_process_stays_as_it_was(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    with ProcessPool(environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}) as pool:
-        pool.start("idle")
-    assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "OPENBLAS_NUM_THREADS" not in os.environ
-
-
-def test_partial_works_are_what_processes_get():
-    with ProcessPool() as pool:
-        pool.give(pool.start("sum"), partial(report_sum, 2, 3))
-        assert list(pool.reports()) == [5]
-
-
-def report_sum(a, b, report):
-    report(a + b)

@@ -29,15 +29,7 @@ class Rank:
             self.sum.start(span)
 
 
-def test_alone_until_there_is_somebody():
-    rank = Rank(0)
-    assert rank.sum.is_alone
-    (exchange,) = local_group(1)
-    rank.join(exchange)
-    assert rank.sum.is_alone
-
-
-@pytest.mark.parametrize("transport", list(Transport))
+@pytest.mark.parametrize("transport", [Transport.THREADS, Transport.TCP, Transport.SERVER])
 def test_the_sum_lands_once_and_the_next_step_is_another(transport):
     def work(exchange):
         rank = Rank(exchange.rank)
@@ -58,27 +50,15 @@ def test_the_sum_lands_once_and_the_next_step_is_another(transport):
         assert on_all(work, exchanges) == [([3.0, 3.0, 3.0], 3, set())] * 2
 
 
-def test_a_rank_that_asks_again_is_told_alone_what_was_told_in_the_step():
+def test_a_rank_that_asks_again_is_told_alone_what_was_told_in_the_step_and_anew_by_another_group():
     """As where it runs a step again that the others have ended: they would not answer."""
-
-    def work(exchange):
-        rank = Rank(exchange.rank)
-        rank.join(exchange)
-        for _ in range(2 - exchange.rank):
-            told = rank.sum.tell("loss", exchange.rank)
-        exchange.barrier()
-        return told
-
-    assert on_ranks(work, 2, timeout=SOON) == [[0, 1]] * 2
-
-
-def test_what_is_told_after_a_lost_exchange_is_what_the_next_ones_ranks_say():
     second, both = local_group(2, timeout=SOON), threading.Barrier(2)
 
     def work(exchange):
         rank = Rank(exchange.rank)
         rank.join(exchange)
-        before = rank.sum.tell("loss", exchange.rank)
+        for _ in range(2 - exchange.rank):
+            before = rank.sum.tell("loss", exchange.rank)
         both.wait(SOON)
         exchange.close()
         rank.join(second[exchange.rank])
@@ -121,14 +101,12 @@ class TestDropped:
                 dropped.set()
                 rank.start_all()
                 for call in (rank.sum.wait, lambda: rank.sum.tell("loss", 1)):
-                    with pytest.raises(
-                        PeerLost, match=r"dropped a window that was partly sent; reconnect\(\) on all ranks"
-                    ):
+                    with pytest.raises(PeerLost, match="this rank has left"):
                         call()
             else:
                 assert dropped.wait(SOON)
                 rank.start_all()
-                with pytest.raises(PeerLost, match="rank 0 is gone: it has closed its link"):
+                with pytest.raises(PeerLost, match="rank 0 is gone"):
                     rank.sum.wait()
             rank.join(second[exchange.rank])
             rank.sum.wait()
@@ -136,8 +114,7 @@ class TestDropped:
 
         assert on_ranks(work, 2) == [3.0, 3.0]
 
-    @pytest.mark.parametrize("transport", [Transport.TCP, Transport.UNIX])
-    def test_a_rank_that_contributed_nothing_does_not_join_a_step_that_is_summed(self, transport):
+    def test_a_rank_that_contributed_nothing_does_not_join_a_step_that_is_summed(self):
         """A new process, or one that dropped its window alone: its next gradients would be taken for the sum."""
 
         def work(exchange):
@@ -148,13 +125,13 @@ class TestDropped:
             exchange.barrier()
             return rank
 
-        with group(transport, 2, timeout=SOON) as exchanges:
+        with group(Transport.TCP, 2, timeout=SOON) as exchanges:
             first, _ = on_all(work, exchanges)
-        with group(transport, 2, timeout=SOON, join_timeout=SOON) as exchanges:
+        with group(Transport.TCP, 2, timeout=SOON, join_timeout=SOON) as exchanges:
             ranks = [first, Rank(1)]
 
             def join(exchange):
-                with pytest.raises(HandshakeRefused, match=r"rank 1 has not contributed to what step 0 has summed"):
+                with pytest.raises(HandshakeRefused, match="rank 1 has not contributed"):
                     ranks[exchange.rank].join(exchange)
                 return True
 
@@ -168,7 +145,7 @@ def test_a_group_that_nobody_joined_in_time_gives_its_address_back_to_the_next_t
     if started:
         ranks[0].sum.started.add(LAYOUT.spans[0].key)
     for _ in range(2):
-        with pytest.raises(PeerLost, match="rank 0 waits for ranks that have not joined: 1"):
+        with pytest.raises(PeerLost, match="not joined: 1"):
             ranks[0].join(connect(url, 0, 2, join_timeout=0.05))
         assert ranks[0].sum.exchange is None
 
@@ -185,22 +162,23 @@ def test_a_group_that_nobody_joined_in_time_gives_its_address_back_to_the_next_t
 def test_an_exchange_that_is_anothers_is_not_closed():
     first, second, (exchange,) = Rank(0), Rank(0), local_group(1)
     first.join(exchange)
-    with pytest.raises(CallerError, match="bound already"):
+    assert first.sum.is_alone
+    with pytest.raises(CallerError, match="bound"):
         second.join(exchange)
+    assert second.sum.is_alone
     assert first.sum.tell("end", 1.5) == [1.5]
 
 
-def test_what_cannot_be_told_is_refused_before_anything_is_sent_and_alone_as_in_a_group():
-    def work(rank):
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_what_cannot_be_told_is_refused_before_anything_is_sent_and_alone_as_in_a_group(world_size):
+    def work(exchange):
+        rank = Rank(0 if exchange is None else exchange.rank)
+        if exchange is not None:
+            rank.join(exchange)
         for facts in ({1}, b"a" * (1 << 24)):
             with pytest.raises(CallerError):
                 rank.sum.tell("loss", facts)
         return rank.sum.tell("loss", [1.5, {"w": 2}])
 
-    def joined(exchange):
-        rank = Rank(exchange.rank)
-        rank.join(exchange)
-        return work(rank)
-
-    assert on_ranks(joined, 2) == [[[1.5, {"w": 2}]] * 2] * 2
-    assert work(Rank(0)) == [[1.5, {"w": 2}]]
+    found = on_ranks(work, 2) if world_size else [work(None)]
+    assert found == [[[1.5, {"w": 2}]] * len(found)] * len(found)

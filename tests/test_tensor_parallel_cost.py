@@ -16,86 +16,54 @@ rates = st.floats(1e-3, 1e18)
 any_rates = st.floats(0, sys.float_info.max, exclude_min=True) | st.integers(1, 10**300)
 sizes = st.integers(1, 1 << 16)
 groups = st.integers(1, 64)
+HUGE = [10**400, pytest.param(10**5000, id="digits"), pytest.param(-(10**5000), id="digits-below")]
 
 
 class TestBandwidth:
     @pytest.mark.parametrize(
-        ("text", "bytes_per_second"),
+        ("texts", "bytes_per_second"),
         [
-            ("10 Gbit/s", 1.25e9),
-            ("10Gbit/s", 1.25e9),
-            ("10 GBit/s", 1.25e9),
-            ("10 Gbps", 1.25e9),
-            ("10 Gb/s", 1.25e9),
-            ("100 Mbps", 12.5e6),
-            ("1.6 Tbit/s", 2e11),
-            ("8 Gibit/s", float(1 << 30)),
-            ("64 kbit/s", 8000.0),
-            ("8 bit/s", 1.0),
-            ("1.25GB/s", 1.25e9),
-            ("10 GBps", 1e10),
-            ("900 MB/s", 9e8),
-            ("3.35 TB/s", 3.35e12),
-            ("12GiB/s", 12.0 * (1 << 30)),
-            ("512 KiB/s", 524288.0),
-            ("5 B/s", 5.0),
-            ("  2e3 MB/s ", 2e9),
-            (".5 GB/s", 5e8),
-            ("1. GB/s", 1e9),
+            (("10 Gbit/s", "10Gbit/s", "10 GBit/s", "10 Gbps", "10 Gb/s", "1.25GB/s"), 1.25e9),
+            (("100 Mbps",), 12.5e6),
+            (("1.6 Tbit/s",), 2e11),
+            (("8 Gibit/s",), float(1 << 30)),
+            (("64 kbit/s",), 8000.0),
+            (("8 bit/s",), 1.0),
+            (("10 GBps",), 1e10),
+            (("900 MB/s",), 9e8),
+            (("3.35 TB/s",), 3.35e12),
+            (("12GiB/s",), 12.0 * (1 << 30)),
+            (("512 KiB/s",), 524288.0),
+            (("5 B/s",), 5.0),
+            (("  2e3 MB/s ", "2 GB/s"), 2e9),
+            ((".5 GB/s",), 5e8),
+            (("1. GB/s",), 1e9),
         ],
     )
-    def test_known_units_are_read(self, text, bytes_per_second):
-        assert Bandwidth.parse(text).bytes_per_second == pytest.approx(bytes_per_second, rel=1e-15)
+    def test_known_units_are_read(self, texts, bytes_per_second):
+        for text in texts:
+            assert Bandwidth.parse(text).bytes_per_second == pytest.approx(bytes_per_second, rel=1e-15)
 
     @pytest.mark.parametrize("text", ["10", " 10 ", "1.25", "1e9"])
     def test_a_number_without_a_unit_is_refused_and_both_readings_are_named(self, text):
-        with pytest.raises(CallerError, match="without a unit") as refusal:
+        with pytest.raises(CallerError, match=r"without a unit.*differ by 8") as refusal:
             Bandwidth.parse(text)
-        assert "Gbit/s" in str(refusal.value)
-        assert "GB/s" in str(refusal.value)
-        assert "differ by 8" in str(refusal.value)
+        if float(text) == 10:
+            assert "10 Gbit/s is 1.25 GB/s, 10 GB/s is 80 Gbit/s" in str(refusal.value)
 
-    def test_the_two_readings_are_the_numbers_of_the_text(self):
-        with pytest.raises(CallerError, match=r"10 Gbit/s is 1\.25 GB/s, 10 GB/s is 80 Gbit/s"):
-            Bandwidth.parse("10")
-
-    @pytest.mark.parametrize(
-        "text", ["10 gb/s", "10 gbps", "10 GB/S", "10 gB/s", "10 mb/s", "10 kb/s", "10 bps", "1 b/s"]
-    )
-    def test_a_unit_that_may_mean_bits_or_bytes_is_refused(self, text):
-        with pytest.raises(CallerError, match=r"bits or bytes.*differ by 8"):
-            Bandwidth.parse(text)
-
-    def test_a_refusal_speaks_of_the_prefix_that_was_written(self):
-        with pytest.raises(CallerError, match=r"8 Mbit/s is 1 MB/s, 8 MB/s is 64 Mbit/s"):
-            Bandwidth.parse("8 mb/s")
+    @pytest.mark.parametrize("unit", ["gb/s", "gbps", "GB/S", "gB/s", "mb/s", "kb/s", "bps", "b/s"])
+    def test_a_unit_that_may_mean_bits_or_bytes_is_refused(self, unit):
+        with pytest.raises(CallerError, match=r"bits or bytes.*differ by 8") as refusal:
+            Bandwidth.parse(f"8 {unit}")
+        if unit == "mb/s":  # it speaks of the prefix that was written
+            assert "8 Mbit/s is 1 MB/s, 8 MB/s is 64 Mbit/s" in str(refusal.value)
 
     @pytest.mark.parametrize(
         "text",
         [
-            "",
-            " ",
-            "fast",
-            "GB/s",
-            "10 GB",
-            "10 GB/h",
-            "-1 GB/s",
-            "+1 GB/s",
-            "nan GB/s",
-            "inf GB/s",
-            "1e GB/s",
-            "1,5 GB/s",
-            "0x10 GB/s",
-            "1_000 GB/s",
-            "10 PB/s",
-            "10 GB/s/s",
-            "10 GB/s ja",
-            "=",
-            "1 GB/s =",
-            "1e9999 GB/s",
-            "\u0661 GB/s",
-            "9" * 400 + " GB/s",
-            "1 GB/s" + " " * 400,
+            *("", " ", "fast", "GB/s", "10 GB", "10 GB/h", "-1 GB/s", "+1 GB/s", "nan GB/s", "inf GB/s", "1e GB/s"),
+            *("1,5 GB/s", "0x10 GB/s", "1_000 GB/s", "10 PB/s", "10 GB/s/s", "10 GB/s ja", "=", "1 GB/s ="),
+            *("1e9999 GB/s", "\u0661 GB/s", "9" * 400 + " GB/s", "1 GB/s" + " " * 400),
         ],
     )
     def test_what_is_no_bandwidth_is_refused(self, text):
@@ -108,42 +76,12 @@ class TestBandwidth:
         with pytest.raises(CallerError, match="expected text such as"):
             Bandwidth.parse(given)
 
-    @given(st.text(max_size=30))
-    def test_any_text_is_a_bandwidth_or_an_error_of_the_caller(self, text):
-        try:
-            found = Bandwidth.parse(text)
-        except CallerError:
-            return
-        assert 0 < found.bytes_per_second < math.inf
-
     @given(any_rates)
     def test_what_is_shown_is_read_as_the_very_same(self, rate):
         bandwidth = Bandwidth(rate)
         assert Bandwidth.parse(str(bandwidth)) == bandwidth
         for half in str(bandwidth).split(" = "):
             assert Bandwidth.parse(half) == bandwidth
-
-    @pytest.mark.parametrize("make", [Bandwidth, Bandwidth.gigabytes, Bandwidth.gigabits])
-    @pytest.mark.parametrize(
-        "rate", [10**400, pytest.param(10**5000, id="digits"), pytest.param(-(10**5000), id="digits-below")]
-    )
-    def test_a_number_beyond_all_floats_is_refused_in_a_few_words(self, make, rate):
-        with pytest.raises(CallerError, match="bandwidth is") as refusal:
-            make(rate)
-        assert len(str(refusal.value)) < 300
-
-    def test_what_overflows_by_its_unit_is_refused(self):
-        for refused in (lambda: Bandwidth.gigabytes(1e300), lambda: Bandwidth.parse("1e305 GB/s")):
-            with pytest.raises(CallerError, match=r"out of range: got inf, expected bytes/s"):
-                refused()
-
-    def test_numpys_floats_are_numbers(self):
-        assert Bandwidth(np.float64(1.25e9)) == Bandwidth.gigabits(10)
-        assert str(Bandwidth(np.float64(1.25e9))) == "1.25 GB/s = 10 Gbit/s"
-
-    def test_it_always_shows_bytes_and_bits(self):
-        assert str(Bandwidth.gigabits(10)) == "1.25 GB/s = 10 Gbit/s"
-        assert str(Bandwidth.gigabytes(10)) == "10 GB/s = 80 Gbit/s"
 
     def test_two_halves_that_differ_are_refused(self):
         with pytest.raises(CallerError, match=r"two notations differ.*expected '10 GB/s = 80 Gbit/s'"):
@@ -158,14 +96,28 @@ class TestBandwidth:
         )
 
     @pytest.mark.parametrize("make", [Bandwidth, Bandwidth.gigabytes, Bandwidth.gigabits])
-    @pytest.mark.parametrize("rate", [0, 0.0, -1, math.nan, math.inf, -math.inf, True, "10", None, 1 + 0j])
-    def test_rates_out_of_range_are_refused(self, make, rate):
-        with pytest.raises(CallerError, match="bandwidth is"):
+    @pytest.mark.parametrize("rate", [0, 0.0, -1, math.nan, math.inf, -math.inf, True, "10", None, 1 + 0j, *HUGE])
+    def test_rates_out_of_range_are_refused_in_a_few_words(self, make, rate):
+        with pytest.raises(CallerError, match="bandwidth is") as refusal:
             make(rate)
+        assert len(str(refusal.value)) < 300
 
-    def test_it_cannot_be_changed(self):
+    def test_what_overflows_by_its_unit_is_refused(self):
+        for refused in (lambda: Bandwidth.gigabytes(1e300), lambda: Bandwidth.parse("1e305 GB/s")):
+            with pytest.raises(CallerError, match="out of range: got inf"):
+                refused()
+
+    def test_it_shows_bytes_and_bits_and_cannot_be_changed(self):
+        assert str(Bandwidth(np.float64(1.25e9))) == "1.25 GB/s = 10 Gbit/s" == str(Bandwidth.gigabits(10))
+        assert str(Bandwidth.gigabytes(10)) == "10 GB/s = 80 Gbit/s"
         with pytest.raises(dataclasses.FrozenInstanceError):
             Bandwidth.gigabits(1).bytes_per_second = 2.0
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes", np.int8(1)])
+def test_whether_the_vocabulary_is_cut_is_a_bool(value):
+    with pytest.raises(CallerError, match="vocab_parallel is not a bool"):
+        dataclasses.replace(TestCost.cost, vocab_parallel=value)
 
 
 class TestCost:
@@ -173,45 +125,30 @@ class TestCost:
 
     cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
 
-    def test_known_values(self):
-        assert self.cost.bytes_per_all_reduce == 4194304
-        assert self.cost.all_reduces_per_step == 48
-        assert self.cost.bytes_per_step == 201326592
-        assert self.cost.bytes_per_step_both_ways == 402653184
-
-    @pytest.mark.parametrize(("tp", "share"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
-    def test_a_ring_carries_its_share_each_way(self, tp, share):
+    @pytest.mark.parametrize(("tp", "share", "messages"), [(1, 0.0, 0), (2, 1.0, 2), (4, 1.5, 6), (8, 1.75, 14)])
+    def test_known_values(self, tp, share, messages):
+        """A ring carries its share each way, and latency counts for each message that waits for another."""
         cost = dataclasses.replace(self.cost, tp_size=tp)
+        assert (cost.bytes_per_all_reduce, cost.all_reduces_per_step) == (4194304, 48)
+        assert (cost.bytes_per_step, cost.bytes_per_step_both_ways) == (201326592, 402653184)
         assert cost.link_bytes_per_step == share * 402653184
-        assert cost.bytes_per_step == 201326592
+        seconds = [cost.seconds_per_step(make(10)) for make in (Bandwidth.gigabits, Bandwidth.gigabytes)]
+        assert seconds == pytest.approx([share * 402653184 / 1.25e9, share * 402653184 / 1e10])
+        waited = cost.seconds_per_step(Bandwidth(1e18), latency_seconds=1e-3)
+        assert waited == pytest.approx(2 * 48 * messages * 1e-3, rel=1e-6)
 
-    def test_a_group_of_one_takes_no_time(self):
-        alone = dataclasses.replace(self.cost, tp_size=1)
-        assert alone.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=1.0) == 0
-
-    def test_ten_gigabits_are_not_ten_gigabytes(self):
-        bits, whole = (self.cost.seconds_per_step(make(10)) for make in (Bandwidth.gigabits, Bandwidth.gigabytes))
-        assert bits == pytest.approx(402653184 / 1.25e9)
-        assert bits == pytest.approx(8 * whole)
-
-    def test_latency_counts_for_each_message_that_waits_for_another(self):
-        fast = Bandwidth(1e18)
-        cost = dataclasses.replace(self.cost, tp_size=4)
-        assert cost.seconds_per_step(fast, latency_seconds=1e-3) == pytest.approx(2 * 48 * 6 * 1e-3, rel=1e-6)
-
-    @pytest.mark.parametrize("bandwidth", [10, 1.25e9, "10 GB/s", None])
-    def test_a_bandwidth_without_a_unit_is_refused(self, bandwidth):
-        with pytest.raises(CallerError, match="must name its unit"):
-            self.cost.seconds_per_step(bandwidth)
-
-    @pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf, "1 ms", None, True, 10**400])
-    def test_a_latency_out_of_range_is_refused(self, latency):
-        with pytest.raises(CallerError, match=r"latency_seconds is (out|not) "):
-            self.cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=latency)
-
-    def test_a_latency_must_be_named_for_it_could_be_milliseconds(self):
-        with pytest.raises(TypeError, match="positional"):
-            self.cost.seconds_per_step(Bandwidth.gigabits(1), 50)
+    @pytest.mark.parametrize(
+        ("bandwidth", "latency", "word"),
+        [
+            *((given, 0.0, "must name its unit") for given in (10, 1.25e9, "10 GB/s", None)),
+            *((Bandwidth(1.0), v, "latency_seconds") for v in (-1e-9, math.nan, math.inf, "1 ms", None, True, 10**400)),
+        ],
+    )
+    def test_what_is_no_bandwidth_or_latency_is_refused(self, bandwidth, latency, word):
+        with pytest.raises(CallerError, match=word):
+            self.cost.seconds_per_step(bandwidth, latency_seconds=latency)
+        with pytest.raises(TypeError, match="positional"):  # it could be milliseconds
+            self.cost.seconds_per_step(bandwidth, latency)
 
     def test_a_cut_vocabulary_adds_one_all_reduce_each_way_to_bytes_and_seconds_alike(self):
         cut = dataclasses.replace(self.cost, vocab_parallel=True, micro_batches=3)
@@ -221,11 +158,6 @@ class TestCost:
             assert getattr(cut, figure) * 48 == getattr(whole, figure) * 49
         seconds = [cost.seconds_per_step(Bandwidth.gigabits(1), latency_seconds=1e-4) for cost in (cut, whole)]
         assert seconds[0] / seconds[1] == pytest.approx(49 / 48)
-
-    @pytest.mark.parametrize("value", [1, 0, None, "yes", np.int8(1)])
-    def test_whether_the_vocabulary_is_cut_is_a_bool(self, value):
-        with pytest.raises(CallerError, match="vocab_parallel is not a bool"):
-            dataclasses.replace(self.cost, vocab_parallel=value)
 
     def test_numpys_integers_are_whole_numbers_and_their_products_do_not_wrap(self):
         cost = TensorParallelCost(np.int32(1 << 20), np.int8(100), np.int64(1 << 20), tp_size=np.uint8(2))
@@ -249,11 +181,6 @@ class TestCost:
         assert cost.bytes_per_step == 2 * blocks * micro_batches * cost.bytes_per_all_reduce
         exact = 2 * (tp - 1) * cost.bytes_per_step_both_ways
         assert exact <= cost.link_bytes_per_step * tp < exact + tp
-
-    @given(sizes, sizes, sizes, groups)
-    def test_a_larger_group_sends_no_less_and_less_than_twice_the_sum(self, hidden, blocks, length, tp):
-        small, large = (TensorParallelCost(hidden, blocks, length, size) for size in (tp, tp + 1))
-        assert small.link_bytes_per_step <= large.link_bytes_per_step <= 2 * large.bytes_per_step_both_ways
 
     @given(sizes, groups, rates, rates, st.floats(0, 1))
     def test_more_bandwidth_never_takes_longer(self, hidden, tp, one, other, latency):

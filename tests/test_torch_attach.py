@@ -5,7 +5,6 @@ import copy
 import gc
 import math
 import re
-import shutil
 import warnings
 import weakref
 from functools import partial
@@ -22,15 +21,12 @@ from ranks import on_ranks
 torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_modules import needs_distributed  # noqa: E402
 
 from gradengine import GradientEngine  # noqa: E402
 from gradengine.accumulate.state import State  # noqa: E402
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient, WindowError  # noqa: E402
 from gradengine.torch import attach, gradients_of, layout_of, tensors_of  # noqa: E402
-
-needs_distributed = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
-)
 
 
 class Net(torch.nn.Module):
@@ -87,7 +83,7 @@ def assert_same_gradients(ours, theirs, result):
     """Each `.grad` of ours has the bits of the result, and is None where that is unused."""
     expected = tensors_of(theirs, result.gradients)
     for name, parameter in ours.named_parameters():
-        if name in result.unused:
+        if name in result.unused or name not in expected:
             assert parameter.grad is None, name
         else:
             assert bits(parameter.grad) == bits(expected[name].to(parameter.dtype)), name
@@ -95,19 +91,6 @@ def assert_same_gradients(ours, theirs, result):
 
 def no_gradients(module):
     return all(parameter.grad is None for parameter in module.parameters())
-
-
-def fail_within(attached, *losses, fault):
-    with attached.micro_batch():
-        for loss in losses:
-            loss.backward()
-        raise fault
-
-
-def fail_within_another(attached, first, second):
-    with attached.micro_batch():
-        first.backward()
-        backward_within(attached, second)
 
 
 def backward_within(attached, *losses, **options):
@@ -141,74 +124,31 @@ class TestAsTorchsOwnLoop:
             found, expected = attached.step(), engines[1].step()
             assert (found.norm, found.weight, found.unused) == (expected.norm, expected.weight, expected.unused)
             assert_same_gradients(ours, theirs, expected)
+            if dtype is torch.float32:
+                assert np.shares_memory(ours.embed.weight.grad.numpy(), found.gradients["embed.weight"])
             ours.zero_grad()
 
-    @pytest.mark.parametrize(
-        "optimizer",
-        [
-            lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-            lambda p: torch.optim.AdamW(p, lr=0.1),
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        ],
-        ids=["fused AdamW", "AdamW", "SGD"],
-    )
-    def test_a_loop_with_any_optimizer_and_a_schedule_learns_what_torchs_does(self, optimizer):
-        ours, theirs = Net(), Net()
-        attached = attach(ours, GradientEngine(layout_of(ours), max_norm=0.2, average="sum"))
-        optimizers = [optimizer(module.parameters()) for module in (ours, theirs)]
-        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 8) for each in optimizers]
-        for step in range(8):
-            for k in range(3):
-                for module in (ours, theirs):
-                    (loss_of(module, step, k) / 3).backward()
-            attached.step()
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
-            for each in (*optimizers, *schedules):
-                each.step()
-            for module in (ours, theirs):
-                module.zero_grad()
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
-
-    def test_gradients_of_fp32_parameters_are_views_of_the_arena_and_others_are_not(self):
-        attached, ours, *_ = pair()
-        loss_of(ours, 0).backward()
-        result = attached.step()
-        assert np.shares_memory(ours.head.weight.grad.numpy(), result.gradients["head.weight"])
-        attached, ours, *_ = pair(dtype=torch.bfloat16)
-        loss_of(ours, 0).backward()
-        attached.step()
-        assert {parameter.grad.dtype for parameter in ours.parameters()} == {torch.bfloat16}
-
-    def test_a_model_of_several_dtypes(self):
-        ours, theirs = Net(dtype=torch.bfloat16), Net(dtype=torch.bfloat16)
-        for module in (ours, theirs):
-            module.norm.float()
-            module.norm.register_forward_pre_hook(lambda _, args: args[0].float())
-            module.norm.register_forward_hook(lambda *args: args[2].bfloat16())
-        engines = [GradientEngine(layout_of(module), max_norm=0.1) for module in (ours, theirs)]
-        attached = attach(ours, engines[0])
-        loss_of(ours, 1).backward()
-        by_hand(theirs, engines[1], loss_of(theirs, 1))
-        attached.step()
-        assert_same_gradients(ours, theirs, engines[1].step())
-        assert ours.norm.weight.grad.dtype == torch.float32
-
-    def test_channels_last(self):
-        modules = [torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    def test_a_model_of_several_dtypes_and_orders_of_memory(self):
+        modules = [
+            torch.nn.Sequential(
+                torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.Conv2d(4, 2, 3).bfloat16()
+            )
+            for _ in range(2)
+        ]
         modules[1].load_state_dict(modules[0].state_dict())
-        engines = [GradientEngine(layout_of(module)) for module in modules]
+        engines = [GradientEngine(layout_of(module), max_norm=0.1) for module in modules]
         attached, images = attach(modules[0], engines[0]), torch.randn(2, 3, 6, 6)
-        modules[0](images).square().sum().backward()
-        by_hand(modules[1], engines[1], modules[1](images).square().sum())
+        losses = [module[1](module[0](images).bfloat16()).float().square().sum() for module in modules]
+        losses[0].backward()
+        by_hand(modules[1], engines[1], losses[1])
         attached.step()
         assert_same_gradients(*modules, engines[1].step())
-        assert modules[0].weight.grad.stride() == modules[0].weight.stride()
+        assert [p.grad.dtype for p in modules[0].parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+        assert modules[0][0].weight.grad.stride() == modules[0][0].weight.stride()
 
-    @pytest.mark.parametrize("is_attached", [True, False])
-    def test_a_gradient_is_freed_before_backward_makes_the_next(self, is_attached):
+    def test_a_gradient_is_freed_before_backward_makes_the_next(self):
         layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-        attached = attach(layers, GradientEngine(layout_of(layers))) if is_attached else None
+        attached = attach(layers, GradientEngine(layout_of(layers)))
         made, alive = [], []
 
         def note(gradient):
@@ -218,191 +158,98 @@ class TestAsTorchsOwnLoop:
         for parameter in layers.parameters():
             parameter.register_hook(note)
         layers(torch.ones(1, 8)).sum().backward()
-        assert max(alive) == (1 if is_attached else 12)
+        assert max(alive) == 1  # of 12 that torch would hold
         del attached
 
 
 class TestWaysOfBackward:
-    def test_tied_weights_come_once_with_the_sum_of_both_uses(self):
-        attached, ours, theirs, engines = pair(tied=True)
-        assert "head.weight" not in dict(ours.named_parameters())
-        loss_of(ours, 0).backward()
-        by_hand(theirs, engines[1], loss_of(theirs, 0))
-        attached.step()
-        assert_same_gradients(ours, theirs, engines[1].step())
-
-    def test_several_backward_passes_are_one_micro_batch_of_their_sum(self):
+    @pytest.mark.parametrize(
+        "losses",
+        [
+            [*(lambda net, seed=seed: loss_of(net, seed) for seed in range(3))],
+            [lambda net: net.embed(checkpoint(net.embed, net.norm(batch(0)), use_reentrant=True)).square().mean()],
+        ],
+        ids=["several passes", "reentrant checkpointing of a part that uses a parameter twice"],
+    )
+    def test_gradients_that_come_in_parts_are_one_micro_batch_of_their_sum(self, losses):
         attached, ours, theirs, engines = pair()
-        losses = [loss_of(ours, seed) for seed in range(3)]
-        backward_within(attached, *losses, weight=2.0)
-        for seed in range(3):
-            by_hand(theirs, engines[1], loss_of(theirs, seed), 2.0)
-        result, expected = attached.step(), engines[1].step()
-        assert (result.micro_batches, result.weight) == (1, 2.0)
-        for name, gradient in expected.gradients.items():  # the mean of three, of weight 6
-            np.testing.assert_allclose(result.gradients[name], 3 * gradient, rtol=1e-6)
+        backward_within(attached, *(loss(ours) for loss in losses), weight=2.0)
+        by_hand(theirs, engines[1], sum(loss(theirs) for loss in losses), 2.0)
+        found, expected = attached.step(), engines[1].step()
+        assert (found.micro_batches, found.weight, found.unused) == (1, 2.0, expected.unused)
+        for name, gradient in expected.gradients.items():
+            np.testing.assert_allclose(found.gradients[name], gradient, rtol=1e-5, atol=1e-7)
 
-    def test_a_graph_that_is_kept_gives_its_gradient_again(self):
-        attached, ours, *_ = pair()
-        loss = loss_of(ours, 0)
-        with attached.micro_batch():
-            loss.backward(retain_graph=True)
-            loss.backward()
-        twice = {name: array.copy() for name, array in attached.step().gradients.items()}
-        ours.zero_grad()
-        loss_of(ours, 0).backward()
-        for name, gradient in attached.step().gradients.items():
-            np.testing.assert_array_equal(twice[name], 2 * gradient)
-
-    @pytest.mark.parametrize("tied", [False, True])
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_activation_checkpointing(self, reentrant, tied):
-        attached, ours, theirs, engines = pair(tied=tied)
+    @pytest.mark.parametrize("way", ["with", "alone"])
+    @pytest.mark.parametrize(
+        "kind", ["reentrant", "checkpointed", "derived again", pytest.param("compiled", marks=pytest.mark.slow)]
+    )
+    def test_whatever_torch_does_in_backward_the_gradients_are_the_same(self, kind, way):
+        """Without a `with` a checkpointed part that is run again belongs to the backward around it."""
+        attached, ours, theirs, engines = pair(tied=True)
+        called = torch.compile(ours, backend="aot_eager") if kind == "compiled" else ours
+        reentrant = {"reentrant": True, "checkpointed": False}.get(kind)
         for seed in range(2):
-            backward_within(attached, loss_of(ours, seed, reentrant=reentrant))
+            with warnings.catch_warnings(), attached.micro_batch() if way == "with" else contextlib.nullcontext():
+                warnings.simplefilter("ignore")  # torch: create_graph leaks, where gradients stay
+                loss_of(called, seed, reentrant=reentrant).backward(create_graph=kind == "derived again")
+            assert no_gradients(ours)
             by_hand(theirs, engines[1], loss_of(theirs, seed))
         assert attached.step().micro_batches == 2
         assert_same_gradients(ours, theirs, engines[1].step())
-
-    def test_reentrant_checkpointing_that_uses_a_parameter_twice(self):
-        """Its gradient comes in two parts, of which torch would make the sum."""
-        attached, ours, theirs, engines = pair()
-
-        def twice(module, x):
-            return module.embed(checkpoint(module.embed, module.layers[0](x), use_reentrant=True)).square().mean()
-
-        backward_within(attached, twice(ours, batch(0)))
-        by_hand(theirs, engines[1], twice(theirs, batch(0)))
-        found, expected = attached.step(), engines[1].step()
-        assert (found.micro_batches, found.unused) == (1, expected.unused)
-        for name, gradient in expected.gradients.items():
-            np.testing.assert_allclose(found.gradients[name], gradient, rtol=1e-5, atol=1e-7)
+        if kind == "compiled":
+            torch._dynamo.reset()
 
     def test_without_a_with_reentrant_checkpointing_is_refused_where_its_part_comes_first(self):
         attached, ours, _, engines = pair()
         ours.head.requires_grad_(False)
         ours.norm.requires_grad_(False)
-        with pytest.raises(
-            WindowError, match=r"'layers.1.\w+', was made in a backward within a backward: .*use_reentrant"
-        ):
+        with pytest.raises(WindowError, match=r"'layers.1.\w+', was made in a backward within a backward"):
             loss_of(ours, 0, reentrant=True).backward()
         assert engines[0].accumulator.state.now is State.EMPTY
         ours.zero_grad()
         loss_of(ours, 0, reentrant=False).backward()
         assert attached.step().micro_batches == 1
 
-    def test_without_a_with_it_is_a_part_of_the_backward_around_it(self):
-        attached, ours, theirs, engines = pair()
-        for seed in range(2):
-            loss_of(ours, seed, reentrant=True).backward()
-            by_hand(theirs, engines[1], loss_of(theirs, seed))
-        assert attached.step().micro_batches == 2
-        assert_same_gradients(ours, theirs, engines[1].step())
-
     def test_frozen_late_frozen_and_unused_parameters(self):
-        ours, theirs = Net(), Net()
-        for module in (ours, theirs):
+        modules = Net(), Net()
+        for module in modules:
             module.embed.requires_grad_(False)
-        engines = [GradientEngine(layout_of(module)) for module in (ours, theirs)]
-        attached = attach(ours, engines[0])
-        loss_of(ours, 0, skip=1).backward()
-        by_hand(theirs, engines[1], loss_of(theirs, 0, skip=1))
-        ours.norm.requires_grad_(False)  # late, with a gradient of the first micro-batch
-        ours.head.requires_grad_(False)
-        loss_of(ours, 1, skip=1).backward()
-        theirs.zero_grad()
-        loss_of(theirs, 1, skip=1).backward()
-        late = [name for name in gradients_of(theirs) if name.startswith(("norm", "head"))]
-        engines[1].add({**gradients_of(theirs), **dict.fromkeys(late)})
+        engines = [GradientEngine(layout_of(module)) for module in modules]
+        attached = attach(modules[0], engines[0])
+        for is_late in (False, True):
+            modules[0].norm.weight.requires_grad_(not is_late)  # it has the first micro-batch's gradient
+            for module in modules:
+                loss_of(module, is_late, skip=1).backward()
+            if is_late:
+                modules[1].norm.weight.grad = None
+            engines[1].add(gradients_of(modules[1]))
+            modules[1].zero_grad()
         result = attached.step()
         assert result.unused == {"layers.1.weight", "layers.1.bias"}
-        assert ours.embed.weight.grad is None
-        assert ours.norm.weight.grad is not None  # as torch, whose optimizers look at .grad alone
-        assert_same_gradients_but_frozen(ours, theirs, engines[1].step())
+        assert_same_gradients(*modules, engines[1].step())
 
-    def test_a_backward_of_chosen_inputs(self):
-        attached, ours, *_ = pair()
-        loss_of(ours, 0).backward(inputs=[ours.head.weight])
-        assert attached.step().unused == dict(ours.named_parameters()).keys() - {"head.weight"}
-
-    def test_autograd_grad_is_no_micro_batch(self):
+    def test_a_backward_of_chosen_inputs_is_a_micro_batch_and_autograd_grad_is_none(self):
         attached, ours, *_ = pair()
         torch.autograd.grad(loss_of(ours, 0), ours.head.weight)
         with pytest.raises(WindowError, match="step 0 without a micro-batch"):
             attached.step()
-
-    def test_gradients_that_can_be_derived_again(self):
-        attached, ours, theirs, engines = pair()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: it leaks, where gradients stay
-            loss_of(ours, 0).backward(create_graph=True)
-        by_hand(theirs, engines[1], loss_of(theirs, 0))
-        attached.step()
-        assert_same_gradients(ours, theirs, engines[1].step())
-
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_compiled_modules(self, backend):
-        attached, ours, theirs, engines = pair()
-        compiled = torch.compile(ours, backend=backend)
-        for seed in range(3):
-            loss_of(compiled, seed).backward()
-            assert no_gradients(ours)
-            by_hand(theirs, engines[1], loss_of(theirs, seed))
-        assert attached.step().micro_batches == 3
-        assert_same_gradients(ours, theirs, engines[1].step())
-        torch._dynamo.reset()
-
-    def test_a_module_that_the_compiler_has_made_code_of(self):
-        if shutil.which("g++") is None:
-            pytest.skip("g++ is not installed")
-        attached, ours, theirs, engines = pair()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own parts, as it loads them
-            compiled = torch.compile(ours)
-            for seed in range(2):
-                loss_of(compiled, seed).backward()
-                by_hand(theirs, engines[1], loss_of(theirs, seed))
-        result, expected = attached.step(), engines[1].step()
-        for name, gradient in expected.gradients.items():
-            np.testing.assert_allclose(result.gradients[name], gradient, rtol=1e-4, atol=1e-6)
-        torch._dynamo.reset()
-
-    @needs_distributed
-    def test_within_no_sync_of_distributed_data_parallel(self, tmp_path):
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-        try:
-            attached, ours, theirs, engines = pair()
-            parallel = torch.nn.parallel.DistributedDataParallel(ours)
-            for seed in range(2):
-                with parallel.no_sync():
-                    loss_of(parallel, seed).backward()
-                by_hand(theirs, engines[1], loss_of(theirs, seed))
-            attached.step()
-            assert_same_gradients(ours, theirs, engines[1].step())
-        finally:
-            torch.distributed.destroy_process_group()
-
-
-def assert_same_gradients_but_frozen(ours, theirs, result):
-    expected = tensors_of(theirs, result.gradients)
-    for name, parameter in ours.named_parameters():
-        if name in expected and name not in result.unused:
-            assert bits(parameter.grad) == bits(expected[name]), name
+        loss_of(ours, 0).backward(inputs=[ours.head.weight])
+        assert attached.step().unused == dict(ours.named_parameters()).keys() - {"head.weight"}
 
 
 class TestWhatGoesWrong:
-    def failing(self, module, fault, seed=0, after="layers.1.weight"):
-        """A loss whose backward fails once that parameter has its gradient."""
+    def failing(self, module, fault):
+        """A loss whose backward fails once two layers have their gradients."""
 
         def fail(gradient):
             raise fault
 
-        hidden = batch(seed)
-        hidden = torch.tanh(module.layers[0](module.embed(hidden)))
+        hidden = torch.tanh(module.layers[0](module.embed(batch(0))))
         hidden.register_hook(fail)
         return module.head(module.norm(torch.tanh(module.layers[1](hidden)))).square().mean()
 
-    @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt, MemoryError])
+    @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
     @pytest.mark.parametrize("way", ["with", "alone"])
     def test_a_backward_that_failed_leaves_a_window_that_only_discard_leads_out_of(self, fault, way):
         attached, ours, theirs, engines = pair()
@@ -416,37 +263,60 @@ class TestWhatGoesWrong:
                 call()
         assert attached._of_backward is None
         engines[0].discard()
-        ours.zero_grad()
         loss_of(ours, 1).backward()
         by_hand(theirs, engines[1], loss_of(theirs, 1))
         assert attached.step().micro_batches == 1
         assert_same_gradients(ours, theirs, engines[1].step())
 
-    def test_a_backward_that_failed_and_was_discarded_by_hand_is_forgotten(self):
-        attached, ours, _, engines = pair()
-        with pytest.raises(ZeroDivisionError):
-            self.failing(ours, ZeroDivisionError).backward()
-        engines[0].discard()
-        loss_of(ours, 1).backward()
-        assert attached.step().micro_batches == 1
-
     @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
-    def test_an_error_before_the_first_gradient_changes_nothing(self, fault):
+    def test_an_error_in_a_with_breaks_the_window_once_there_was_a_gradient(self, fault):
+        def fail(*losses):
+            with attached.micro_batch():
+                for loss in losses:
+                    loss.backward()
+                raise fault
+
         attached, ours, *_ = pair()
         loss_of(ours, 0).backward()
         with pytest.raises(fault):
-            fail_within(attached, fault=fault)
-        with pytest.raises(WindowError, match="no component has a gradient in this micro-batch"):
+            fail()
+        with pytest.raises(WindowError, match="no component has a gradient"):
             backward_within(attached)
         loss_of(ours, 1).backward()
         assert attached.step().micro_batches == 2
-
-    def test_an_error_after_backward_is_in_the_micro_batch_too(self):
-        attached, ours, *_ = pair()
-        with pytest.raises(ZeroDivisionError):
-            fail_within(attached, loss_of(ours, 0), fault=ZeroDivisionError)
-        with pytest.raises(WindowError, match="holds a part of a micro-batch"):
+        ours.zero_grad()
+        with pytest.raises(fault):
+            fail(loss_of(ours, 0))
+        with pytest.raises(WindowError, match=r"part of a micro-batch|is broken"):
             attached.step()
+
+    def test_a_micro_batch_within_another(self):
+        def backward_around(attached, *losses):
+            with attached.micro_batch():
+                for loss in losses[1:]:
+                    loss.backward()
+                backward_within(attached, losses[0])
+
+        attached, ours, *_ = pair()
+        with pytest.raises(WindowError, match="no component has a gradient"):
+            backward_around(attached, loss_of(ours, 0))
+        assert attached.step().micro_batches == 1  # the inner one
+        ours.zero_grad()
+        with pytest.raises(WindowError, match="part of a micro-batch"):
+            backward_around(attached, loss_of(ours, 0), loss_of(ours, 1))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_step_that_failed_or_has_no_hooks_sets_nothing(self, dtype):
+        attached, ours, _, engines = pair(dtype=dtype)
+        (loss_of(ours, 0) * math.inf).backward()
+        with pytest.raises(NonFiniteGradient):
+            attached.step()
+        engines[0].discard()
+        loss_of(ours, 0).backward()
+        attached.remove()
+        with pytest.raises(CallerError, match="hooks were removed"):
+            attached.step()
+        assert no_gradients(ours)
 
     @pytest.mark.parametrize("way", ["with", "alone"])
     def test_interrupted_at_any_line_a_micro_batch_is_in_the_window_or_is_not_or_the_window_is_refused(self, way):
@@ -489,6 +359,12 @@ class TestWhatGoesWrong:
             module(torch.tensor([1, 2])).sum().backward()
         module.sparse = False
         module.zero_grad()
+        attached.remove()
+        hook = module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        attached = attach(module, engine)
+        with pytest.raises(BufferRefused, match=r"'weight' has no gradient any more"):
+            module(torch.tensor([1, 2])).sum().backward()
+        hook.remove()
         module(torch.tensor([1, 2])).sum().backward()
         assert attached.step().micro_batches == 1
 
@@ -518,10 +394,8 @@ class TestWhatGoesWrong:
         loss_of(ours, 3).backward()
         for seed in (0, 3):
             by_hand(theirs, engines[1], loss_of(theirs, seed))
-        result, expected = attached.step(), engines[1].step()
-        assert (result.micro_batches, result.norm) == (2, expected.norm)
-        for name, parameter in ours.named_parameters():
-            np.testing.assert_array_equal(parameter.grad, expected.gradients[name])
+        assert attached.step().micro_batches == 2
+        assert_same_gradients(ours, theirs, engines[1].step())
 
     def test_a_micro_batch_that_is_made_and_not_entered(self):
         attached, ours, *_ = pair()
@@ -530,13 +404,6 @@ class TestWhatGoesWrong:
             loss_of(ours, 0).backward()
         backward_within(attached, loss_of(ours, 0), weight=300.0)
         assert attached.step().weight == 300
-
-    def test_a_step_without_hooks(self):
-        attached, ours, *_ = pair()
-        loss_of(ours, 0).backward()
-        attached.remove()
-        with pytest.raises(CallerError, match=r"the hooks were removed, by remove\(\) or at the end of a `with`"):
-            attached.step()
 
     @needs_distributed
     @pytest.mark.parametrize("is_meant", [False, True])
@@ -554,73 +421,29 @@ class TestWhatGoesWrong:
         ):
             assert attached.step().micro_batches == 1
 
-    def test_another_hook_that_takes_a_gradient_first(self):
-        module = Net()
-        module.head.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        attached = attach(module, GradientEngine(layout_of(module)))
-        with pytest.raises(BufferRefused, match=r"'head.weight' has no gradient any more"):
-            loss_of(module, 0).backward()
-        attached.remove()
-
-    def test_a_micro_batch_within_another(self):
-        attached, ours, *_ = pair()
-        with pytest.raises(WindowError, match="no component has a gradient"), attached.micro_batch():
-            backward_within(attached, loss_of(ours, 0))
-        assert attached.step().micro_batches == 1  # the inner one
-        ours.zero_grad()
-        with pytest.raises(WindowError, match="holds a part"):
-            fail_within_another(attached, loss_of(ours, 0), loss_of(ours, 1))
-
-    def test_nothing_is_set_by_a_step_that_failed(self):
-        for dtype in (torch.float32, torch.bfloat16):
-            attached, ours, *_ = pair(dtype=dtype)
-            (loss_of(ours, 0) * math.inf).backward()
-            with pytest.raises(NonFiniteGradient):
-                attached.step()
-            assert no_gradients(ours)
-
-    def test_a_step_that_is_skipped_leaves_optimizers_nothing_to_do(self):
-        attached, ours, *_ = pair({"on_non_finite": "skip"})
-        optimizer = torch.optim.AdamW(ours.parameters())
-        before = copy.deepcopy(ours.state_dict())
-        (loss_of(ours, 0) * math.inf).backward()
-        assert attached.step().skipped
-        optimizer.step()
-        assert all(torch.equal(before[name], value) for name, value in ours.state_dict().items())
-        assert not optimizer.state
-
 
 class TestAttaching:
     def test_what_does_not_belong_together(self):
-        module = Net()
-        engine = GradientEngine(layout_of(module))
-        with pytest.raises(LayoutMismatch, match=r"component '2.weight' differs: got none, expected \(5, 5\)"):
-            attach(
-                torch.nn.Sequential(*[torch.nn.Linear(5, 5) for _ in range(3)][:3]),
-                GradientEngine(layout_of(torch.nn.Sequential(*[torch.nn.Linear(5, 5) for _ in range(2)]))),
-            )
-        with pytest.raises(LayoutMismatch, match=r"component 'embed.weight' differs: got \(6, 6\), expected \(7, 7\)"):
-            attach(Net(width=7), engine)
-        with pytest.raises(LayoutMismatch, match=r"component 'head.weight' differs: got \(6, 6\), expected none"):
-            attach(Net(tied=True), engine)
-        with pytest.raises(BufferRefused, match=r"'embed.weight' is on another device than the engine: got meta"):
-            attach(Net().to("meta"), engine)
+        used = Net()
+        loss_of(used, 0).backward()
+        for module, kind, word in (
+            (torch.nn.Sequential(torch.nn.Linear(6, 6)), LayoutMismatch, "'0.weight'"),
+            (Net(width=7), LayoutMismatch, r"'embed.weight' .*\(6, 6\), expected \(7, 7\)"),
+            (Net(tied=True), LayoutMismatch, r"'head.weight' .*\(6, 6\), expected none"),
+            (Net().to("meta"), BufferRefused, "'embed.weight' .*meta"),
+            (used, BufferRefused, "a gradient already"),
+            (None, CallerError, "torch module"),
+        ):
+            with pytest.raises(kind, match=word):
+                attach(module, GradientEngine(layout_of(Net())))
         with pytest.raises(CallerError, match="engine"):
-            attach(module, None)
-        with pytest.raises(CallerError, match="not a torch module"):
-            attach(None, engine)
-        loss_of(module, 0).backward()
-        with pytest.raises(BufferRefused, match=r"has a gradient already; call zero_grad\(\) before attach"):
-            attach(module, engine)
-        module.zero_grad()
-        attach(module, engine)
+            attach(Net(), None)
 
     def test_twice(self):
         attached, ours, theirs, engines = pair()
-        with pytest.raises(CallerError, match=r"'embed.weight' is attached to an engine already; remove"):
-            attach(ours, GradientEngine(layout_of(ours)))
-        with pytest.raises(CallerError, match="'0' is attached to an engine already"):
-            attach([ours.head.weight], GradientEngine(layout_of([ours.head.weight])))
+        for module, name in ((ours, "embed.weight"), ([ours.head.weight], "0")):
+            with pytest.raises(CallerError, match=f"'{name}' is attached to an engine already"):
+                attach(module, GradientEngine(layout_of(module)))
         with pytest.raises(CallerError, match="the engine is attached to another module"):
             attach(theirs, engines[0])
         attached.remove()
@@ -629,68 +452,51 @@ class TestAttaching:
         loss_of(theirs, 0).backward()
         assert engines[0].step().micro_batches == 1
 
-    def test_at_the_end_of_its_with_the_hooks_are_gone(self):
-        module = Net()
-        with attach(module, engine := GradientEngine(layout_of(module))) as attached:
-            loss_of(module, 0).backward()
-            attached.step()
-            module.zero_grad()
-        loss_of(module, 0).backward()
-        assert module.head.weight.grad is not None
-        assert not engine.has_open_window
-
-    def test_the_hooks_are_gone_with_what_was_returned_and_keep_nothing_alive(self):
-        module = Net()
-        engine = GradientEngine(layout_of(module))
-        attached = attach(module, engine)
-        loss_of(module, 0).backward()
-        assert engine.step().micro_batches == 1
-        parameters = [weakref.ref(parameter) for parameter in module.parameters()]
-        del attached
-        loss_of(module, 0).backward()
-        assert module.head.weight.grad is not None
-        attached = attach(module, engine) if module.zero_grad() is None else None
-        del module, attached
-        gc.collect()
-        assert [reference() for reference in parameters] == [None] * len(parameters)
-
-    def test_a_copy_of_the_module_is_not_attached(self):
-        _, ours, _, engines = pair()
-        other = copy.deepcopy(ours)
-        loss_of(other, 0).backward()
-        assert other.head.weight.grad is not None
-        assert not engines[0].has_open_window
-
     def test_parameters_that_were_changed_since(self):
         ours = Net()
         ours.embed.requires_grad_(False)
-        engine = GradientEngine(layout_of(ours))
-        attached = attach(ours, engine)
+        attached = attach(ours, GradientEngine(layout_of(ours)))
         loss_of(ours, 0).backward()
         ours.embed.requires_grad_(True)
-        with pytest.raises(LayoutMismatch, match=r"'embed.weight' requires gradients, and did not when"):
+        with pytest.raises(LayoutMismatch, match=r"'embed.weight' requires gradients, and did not"):
             attached.step()
         ours.embed.requires_grad_(False)
         kept, ours.head.weight = ours.head.weight, torch.nn.Parameter(torch.ones(6, 6))
-        with pytest.raises(LayoutMismatch, match=r"'head.weight' is another tensor than when"):
+        with pytest.raises(LayoutMismatch, match=r"'head.weight' is another tensor"):
             attached.step()
         ours.head.weight = kept
         assert attached.step().micro_batches == 1
 
-    def test_a_list_of_parameters(self):
+    def test_a_list_of_parameters_with_an_add_by_hand_between_two_backwards(self):
         module = Net()
         parameters = list(module.parameters())
-        attached = attach(parameters, GradientEngine(layout_of(parameters)))
+        attached = attach(parameters, engine := GradientEngine(layout_of(parameters)))
+        loss_of(copy.deepcopy(module), 0).backward()  # a copy is not attached
+        assert not engine.has_open_window
         loss_of(module, 0).backward()
-        assert attached.step().norm > 0
+        engine.add([np.ones(p.shape, np.float32) for p in parameters], 2.0)
+        loss_of(module, 1).backward()
+        assert attached.step().weight == 4.0
         assert module.head.weight.grad is not None
 
-    def test_by_hand_in_between(self):
-        attached, ours, _, engines = pair()
-        loss_of(ours, 0).backward()
-        engines[0].add({name: np.ones(p.shape, np.float32) for name, p in ours.named_parameters()}, 2.0)
-        loss_of(ours, 1).backward()
-        assert attached.step().weight == 4.0
+    @pytest.mark.parametrize("way", ["with", "del"])
+    def test_the_hooks_are_gone_with_what_was_returned_and_keep_nothing_alive(self, way):
+        module = Net()
+        engine = GradientEngine(layout_of(module))
+        with attach(module, engine) if way == "with" else contextlib.nullcontext():
+            attached = None if way == "with" else attach(module, engine)
+            loss_of(module, 0).backward()
+            assert engine.step().micro_batches == 1
+            del attached
+        loss_of(module, 0).backward()
+        assert module.head.weight.grad is not None
+        assert not engine.has_open_window
+        module.zero_grad()
+        attached = attach(module, engine)
+        parameters = [weakref.ref(parameter) for parameter in module.parameters()]
+        del module, attached
+        gc.collect()
+        assert [reference() for reference in parameters] == [None] * len(parameters)
 
 
 class TestSeveralWorkers:
@@ -721,144 +527,49 @@ class TestSeveralWorkers:
         ours, whole = on_ranks(work(True), 2), on_ranks(work(False), 2)
         assert ours[0] == ours[1] == whole[0] == whole[1]
 
-    def test_blocks_leave_while_backward_runs(self):
+    @pytest.mark.parametrize("micro_batches", [2, None])
+    def test_blocks_leave_while_backward_runs_and_a_rank_may_have_none(self, micro_batches):
+        """Those of the last micro-batch; without a count of micro-batches `last` says which that is."""
+
         def work(exchange):
-            module = Net()
-            engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=2)
-            attached, found = attach(module, engine), []
+            module, found = Net(), []
+            engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=micro_batches)
+            attached = attach(module, engine)
             module.embed.weight.register_hook(lambda _: found.append(set(engine._reducer.workers.started)))
-            loss_of(module, 0).backward()
-            loss_of(module, 1).backward()
+            for last in (False, True):
+                loss = loss_of(module, 0)
+                loss.backward() if micro_batches else backward_within(attached, loss, last=last)
             found.append(set(engine._reducer.workers.started))
             attached.step()
-            return found
+            if micro_batches is None:
+                module.zero_grad()
+                loss_of(module, 0).backward() if exchange.rank else engine.add(None, weight=0)
+                attached.step()
+            return [*found[:3], bits(module.head.weight.grad)]
 
         before = {"head.weight", "norm.weight", "norm.bias", 0, 1}
-        assert on_ranks(work, 2) == [[set(), before, before | {"embed.weight"}]] * 2
-
-    def test_without_a_count_of_micro_batches_last_says_when(self):
-        def work(exchange):
-            module = Net()
-            engine = GradientEngine(layout_of(module), exchange=exchange)
-            attached, found = attach(module, engine), []
-            for last in (False, True):
-                backward_within(attached, loss_of(module, 0), last=last)
-                found.append(len(engine._reducer.workers.started))
-            attached.step()
-            return found
-
-        assert on_ranks(work, 2) == [[0, 6]] * 2
-
-    def test_several_passes_in_the_last_micro_batch_are_refused_or_said(self):
-        def work(exchange):
-            module = Net()
-            engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=1)
-            attached = attach(module, engine)
-            backward_within(attached, loss_of(module, 0), loss_of(module, 1), last=False)
-            result = attached.step()
-            module.zero_grad()
-            with pytest.raises(WindowError, match=r"was sent .*; use micro_batch\(last=False\)"):
-                backward_within(attached, loss_of(module, 0), loss_of(module, 1))
-            with pytest.raises(WindowError, match="is broken"):
-                attached.step()
-            return result.micro_batches
-
-        assert on_ranks(work, 2) == [2, 2]
-
-    def test_a_rank_without_a_micro_batch(self):
-        def work(exchange):
-            module = Net()
-            engine = GradientEngine(layout_of(module), exchange=exchange)
-            attached = attach(module, engine)
-            loss_of(module, 0).backward() if exchange.rank else engine.add(None, weight=0)
-            attached.step()
-            return bits(module.head.weight.grad)
-
         first, second = on_ranks(work, 2)
         assert first == second
+        assert first[:-1] == [set(), before, before | {"embed.weight"}]
 
 
-class Gpt(Net):
-    """What nanoGPT's model answers: its logits and the loss."""
+def test_the_loop_of_the_readme_learns_what_it_did_before(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
 
-    def forward(self, x, y):
-        logits = super().forward(x)
-        return logits, (logits - y).square().mean()
-
-
-class Enough(Exception):
-    """There are no more batches."""
-
-
-class TestTheReadme:
-    """A loop before and after."""
-
-    def weights(self, without, monkeypatch):
-        text = (Path(__file__).parent.parent / "README.md").read_text()
-        lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
-            monkeypatch.setenv(name, value)
-        model = Net()
-        names = {
-            "torch": torch,
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
-            "loss_of": lambda output, y: (output - y).square().mean(),
-            "windows": [[(batch(step, k), torch.zeros(())) for k in range(3)] for step in range(4)],
-        }
+    def weights(without):
+        names = {"torch": torch, "model": (model := Net()), "loss_of": lambda output, y: (output - y).square().mean()}
+        names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.05)
+        names["windows"] = [[(batch(step, k), torch.zeros(())) for k in range(3)] for step in range(4)]
         exec(compile("\n".join(line[1:] for line in lines if line[0] != without), "README.md", "exec"), names)
         if "engine" in names:
             names["engine"].exchange.close()
         return [parameter.detach().numpy() for parameter in model.parameters()]
 
-    def test_the_loop_learns_what_it_did(self, monkeypatch):
-        before, after = (self.weights(which, monkeypatch) for which in "+-")
-        for ours, theirs in zip(after, before, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-class TestThePage:
-    """nanoGPT's loop, as docs/torch.md shows it before and after."""
-
-    TEXT = (Path(__file__).parent.parent / "docs" / "torch.md").read_text()
-    LINES = re.search(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)[1].splitlines()
-
-    def losses(self, without, is_enabled):
-        program = "\n".join(line[1:] for line in self.LINES if line[0] != without)
-        model, found = Gpt(), []
-        model.register_forward_hook(lambda *args: found.append(args[2][1].item()))
-
-        def get_batch(_):
-            if len(found) == 24:
-                raise Enough
-            return batch(len(found)), torch.zeros(())
-
-        names = {
-            "torch": torch,
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
-            "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=is_enabled),
-            "device": "cpu",
-            "grad_clip": 0.05,
-            "gradient_accumulation_steps": 4,
-            "ctx": contextlib.nullcontext(),
-            "get_batch": get_batch,
-            "X": batch(0),
-            "Y": torch.zeros(()),
-        }
-        with pytest.raises(Enough):
-            exec(compile(program, "docs/torch.md", "exec"), names)
-        return found, names["scaler"].state_dict()
-
-    @pytest.mark.parametrize("is_enabled", [True, False])
-    def test_the_loop_learns_what_it_did(self, is_enabled):
-        (before, scale), (after, our_scale) = (self.losses(which, is_enabled) for which in "+-")
-        assert before[-1] < before[0] / 2
-        np.testing.assert_allclose(after, before, rtol=1e-4)
-        assert scale == our_scale
-
-    def test_at_most_five_lines_change(self):
-        assert [sum(line[0] == sign for line in self.LINES) for sign in "+-"] == [5, 5]
+    for ours, theirs in zip(weights("-"), weights("+"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 class TestGradScaler:
@@ -866,7 +577,7 @@ class TestGradScaler:
         return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**4, "growth_interval": 3, **options})
 
     @pytest.mark.parametrize("way", ["alone", "unscale_ is left", "a trainer steps it"])
-    @pytest.mark.parametrize("bad", [(), (0,), (2, 3, 9)])
+    @pytest.mark.parametrize("bad", [(), (0,), (2, 3)])
     def test_losses_skips_and_scale_are_those_of_torchs_own_loop(self, bad, way):
         """Over many steps, with a loss that is not finite in some; growth and backoff both come."""
         modules, scalers = [Net(), Net()], [self.scaler(), self.scaler()]
@@ -876,7 +587,7 @@ class TestGradScaler:
         attached = attach(modules[0], engine)
         optimizers = [torch.optim.AdamW(module.parameters(), lr=0.02) for module in modules]
         seen = [[], []]
-        for step in range(14):
+        for step in range(8):
             for which, (module, scaler) in enumerate(zip(modules, scalers, strict=True)):
                 for k in range(2):
                     loss = loss_of(module, step, k) / 2
@@ -885,6 +596,7 @@ class TestGradScaler:
             if way == "unscale_ is left":
                 scalers[0].unscale_(optimizers[0])
             result = attached.step(scaler=scalers[0], unscale=not is_trainers)
+            is_none = no_gradients(modules[0])
             if is_trainers:
                 scalers[0].step(optimizers[0])
                 scalers[0].update()
@@ -897,60 +609,26 @@ class TestGradScaler:
             for module in modules:
                 module.zero_grad()
             assert math.isfinite(result.norm) == (step not in bad)
+            assert is_none == (step in bad and not is_trainers)
             assert scalers[0].state_dict() == scalers[1].state_dict()
         assert scalers[0].get_scale() != 2.0**4
         np.testing.assert_allclose(seen[0], seen[1], rtol=1e-4)
         assert [s["step"] for s in optimizers[0].state.values()] == [s["step"] for s in optimizers[1].state.values()]
 
-    def test_what_a_trainer_is_left_is_clipped_by_the_true_norm_and_scaled(self):
-        attached, ours, theirs, engines = pair({"on_non_finite": "pass", "max_norm": 0.01})
-        scaler = self.scaler()
-        scaler.scale(loss_of(ours, 0)).backward()
-        by_hand(theirs, engines[1], loss_of(theirs, 0))
-        result, expected = attached.step(scaler=scaler, unscale=False), engines[1].step()
-        assert result.norm == pytest.approx(expected.norm, rel=1e-6)
-        for name, parameter in ours.named_parameters():
-            np.testing.assert_allclose(parameter.grad, 2.0**4 * expected.gradients[name], rtol=1e-5, atol=1e-9)
-
-    def test_one_that_is_not_enabled_is_none(self):
-        attached, ours, *_ = pair()
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        scaler.scale(loss_of(ours, 0)).backward()
-        assert attached.step(scaler=scaler).norm > 0
-
     def test_what_is_refused_and_keeps_the_window(self):
-        attached, ours, *_ = pair()
-        scaler = self.scaler()
-        scaler.scale(loss_of(ours, 0)).backward()
-        with pytest.raises(
-            CallerError, match="steps are skipped, and this engine does not skip: got on_non_finite='raise'"
+        """One that is not enabled is none."""
+        unused, used = self.scaler(), self.scaler()
+        used.scale(torch.ones(1))
+        for options, passed, word in (
+            ({}, {"scaler": used}, "on_non_finite='raise'"),
+            ({"on_non_finite": "skip"}, {"scaler": unused}, "scaled no loss"),
+            ({"on_non_finite": "skip"}, {"scaler": 2.0**16}, "scaler"),
+            ({"on_non_finite": "skip"}, {"scaler": used, "unscale": False}, "on_non_finite='skip'"),
+            ({"on_non_finite": "skip"}, {"scaler": used, "unscale": None}, "unscale"),
         ):
-            attached.step(scaler=scaler)
-        attached, ours, _, engines = pair({"on_non_finite": "skip"})
-        loss_of(ours, 0).backward()
-        with pytest.raises(CallerError, match=r"the scaler has scaled no loss; call scaler.scale\(loss\)"):
-            attached.step(scaler=self.scaler())
-        with pytest.raises(CallerError, match="scaler"):
-            attached.step(scaler=2.0**16)
-        scaler = self.scaler()
-        scaler.scale(torch.ones(1))
-        with pytest.raises(
-            CallerError,
-            match=r"trainer's GradScaler must find NaN and Inf in .grad to skip a step: got .*'skip'; build",
-        ):
-            attached.step(scaler=scaler, unscale=False)
-        with pytest.raises(CallerError, match="unscale is not a bool"):
-            attached.step(scaler=scaler, unscale=None)
-        assert engines[0].accumulator.accumulated_count == 1
-        assert attached.step().norm > 0
-
-    def test_ranks_skip_alike(self):
-        def work(exchange):
-            module, scaler = Net(), self.scaler()
-            engine = GradientEngine(layout_of(module), exchange=exchange, on_non_finite="skip")
-            attached = attach(module, engine)
-            scaler.scale(loss_of(module, 0) * (math.inf if exchange.rank else 1)).backward()
-            assert attached.step(scaler=scaler).skipped
-            return scaler.get_scale(), no_gradients(module)
-
-        assert on_ranks(work, 2) == [(2.0**3, True)] * 2
+            attached, ours, _, engines = pair(options)
+            loss_of(ours, 0).backward()
+            with pytest.raises(CallerError, match=word):
+                attached.step(**passed)
+            assert engines[0].accumulator.accumulated_count == 1
+            assert attached.step(scaler=self.scaler(enabled=False)).norm > 0

@@ -54,16 +54,13 @@ class TestRanks:
         finally:
             torch.distributed.destroy_process_group()
 
-    def test_one_rank_needs_nothing(self):
-        leave_sum_to(engine_of(net()), net(), 1)
-
-    def test_ranks_that_are_not_the_engines(self):
-        with pytest.raises(CallerError, match=r"got world size 1, expected 2; start by torchrun, and .*=connect\(\)"):
+    def test_ranks_that_are_not_the_engines_and_what_sums_in_another_way(self):
+        leave_sum_to(engine_of(net()), net(), 1)  # one rank needs nothing
+        with pytest.raises(CallerError, match="got world size 1, expected 2"):
             leave_sum_to(engine_of(net()), net(), 2)
 
-    def test_what_sums_in_another_way(self):
         def work(exchange):
-            with pytest.raises(CallerError, match=r"something other than DistributedDataParallel.*: got Sequential"):
+            with pytest.raises(CallerError, match=r"other than DistributedDataParallel.*: got Sequential"):
                 leave_sum_to(engine_of(net(), exchange=exchange), net(), 2)
             return True
 
@@ -136,45 +133,16 @@ class TestAccelerate:
                 rates.append(schedule.get_last_lr())
         return losses, rates
 
-    def test_losses_and_weights_are_those_of_its_own_loop(self):
+    @pytest.mark.parametrize("bad", [None, (4,)])
+    def test_losses_skips_scale_and_weights_are_those_of_its_own_loop(self, bad):
+        """With a scaler where one loss is not finite."""
         ours, theirs = net(), net()
-        (mine, rates), (other, others) = self.train(ours, engine_of(ours)), self.train(theirs)
+        scalers = [bad and torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
+        engine = engine_of(ours, on_non_finite="pass" if bad else "raise")
+        mine, rates = self.train(ours, engine, scalers[0], bad or ())
+        other, others = self.train(theirs, None, scalers[1], bad or ())
         assert_same(ours, theirs, (mine, other))
         assert rates == others
-
-    def test_losses_skips_scale_and_schedule_of_its_scaler(self):
-        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
-        ours, theirs = net(), net()
-        mine, rates = self.train(ours, engine_of(ours, on_non_finite="pass"), scalers[0], bad=(4,))
-        other, others = self.train(theirs, None, scalers[1], bad=(4,))
-        assert_same(ours, theirs, (mine, other))
-        assert rates == others
-        assert scalers[0].state_dict() == scalers[1].state_dict()
-        assert scalers[0].get_scale() != 2.0**8
-
-
-def test_a_loop_of_others_steps_the_engine_by_a_hook_of_its_optimizer():
-    """`register_step_pre_hook`, where nothing else can be reached; twice over, as it is and with the engine."""
-
-    def train(module, optimizer, clip=None):
-        losses, batches = [], torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(1))
-        for index, batch in enumerate(batches, 1):
-            loss = module(batch).square().mean()
-            losses.append(loss.item())
-            (loss / K).backward()
-            if index % K == 0:
-                if clip:
-                    torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
-        return losses
-
-    ours, theirs = net(), net()
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (ours, theirs)]
-    attached = attach(ours, engine_of(ours))
-
-    def step(*_):
-        attached.step()
-
-    optimizers[0].register_step_pre_hook(step)
-    assert_same(ours, theirs, (train(ours, optimizers[0]), train(theirs, optimizers[1], MAX_NORM)))
+        if bad:
+            assert scalers[0].state_dict() == scalers[1].state_dict()
+            assert scalers[0].get_scale() != 2.0**8

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from .compiler import library
 from .settings import Settings
-
-LOCK = threading.RLock()  # the device does one thing at a time, whichever thread asks
 
 _ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
@@ -31,26 +26,16 @@ class _Options(ctypes.Structure):
 @functools.cache
 def runtime() -> Any:
     """The loaded runtime."""
-    with LOCK:
-        source = "".join(f'#include "{name}"\n' for name in ("scheduler.cpp", "memory_checks.cpp", "launch.cpp"))
-        path = library(source, ("-std=c++17", "-O2", "-U_FORTIFY_SOURCE"), ("-lrt",))
-        loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        loaded.emulator_launch.argtypes = (
-            pointer,
-            pointer,
-            size,
-            pointer,
-            ctypes.c_int,
-            *(pointer,) * 2,
-            size,
-            pointer,
-        )
-        loaded.emulator_error.restype = ctypes.c_char_p
-        loaded.emulator_register.argtypes = (size, size)
-        loaded.emulator_unregister.argtypes = (size,)
-        loaded.emulator_is_registered.argtypes = (size, size)
-        return loaded
+    source = "".join(f'#include "{name}"\n' for name in ("scheduler.cpp", "memory_checks.cpp", "launch.cpp"))
+    path = library(source, ("-std=c++17", "-O2", "-U_FORTIFY_SOURCE"), ("-lrt",))
+    loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    many = (pointer, pointer, size, pointer, ctypes.c_int, pointer, pointer, size, pointer)
+    loaded.emulator_launch.argtypes = many
+    loaded.emulator_error.restype = ctypes.c_char_p
+    loaded.emulator_register.argtypes = (size, size)
+    loaded.emulator_unregister.argtypes = (size,)
+    return loaded
 
 
 def runtime_path() -> str:
@@ -59,19 +44,6 @@ def runtime_path() -> str:
 
 
 def launch(
-    kernel: int,
-    arguments: np.ndarray[Any, Any],
-    offsets: Sequence[int],
-    grid: Sequence[int],
-    block: Sequence[int],
-    shared_size: int,
-    how: Settings,
-) -> str | None:
-    """Run a kernel to its end; see `launch_at`. Its arguments are the bytes of an array."""
-    return launch_at(kernel, arguments.ctypes.data, arguments.nbytes, offsets, grid, block, shared_size, how)
-
-
-def launch_at(
     kernel: int,
     arguments: int,
     nbytes: int,
@@ -125,8 +97,3 @@ def register(address: int, size: int) -> None:
 def unregister(address: int) -> None:
     """Kernels may no longer touch the memory that begins there."""
     runtime().emulator_unregister(address)
-
-
-def is_registered(address: int, size: int) -> bool:
-    """Whether all of it lies in one piece that kernels may touch."""
-    return bool(runtime().emulator_is_registered(address, size))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """What was asked for since the recording began, in order.
 

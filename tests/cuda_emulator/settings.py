@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """What `options` can change; a launch keeps what held when it was made.
+    """What `options` can change; a launch is run by what holds when its turn comes.
 
     Attributes:
         order: Of a block's threads: "forward", "reverse" or "random".
@@ -21,12 +21,10 @@ class Settings:
         strict: Refuse also what most GPUs bear: a barrier after threads of the block have returned.
         ftz: Flush subnormals in fp32 arithmetic (here in fp64 too), as CuPy compiles kernels to do.
         asynchronous: Queue work until the host waits for it; else it is done at once.
-        most_queued: Pieces of work that may wait before they are done all the same.
         stack: Bytes of stack for a thread.
         timeout: Seconds for one launch.
         device_memory: Bytes the device has.
-        device_count: 1, or 0 for a machine without one.
-        driver_version: The CUDA that the driver is of, as 1000 major + 10 minor.
+        device_count: 0 for a machine without one, else as many as there are.
     """
 
     order: str = "forward"
@@ -36,12 +34,10 @@ class Settings:
     strict: bool = True
     ftz: bool = True
     asynchronous: bool = True
-    most_queued: int = 10_000
     stack: int = 128 << 10
     timeout: int = 60
     device_memory: int = 8 << 30
     device_count: int = 1
-    driver_version: int = 12080
 
 
 _current = Settings()
@@ -59,6 +55,11 @@ def set_settings(new: Settings) -> None:
     _current = new
     for tell in listeners:
         tell(new)
+
+
+def reset() -> None:
+    """As it was at first."""
+    set_settings(Settings())
 
 
 @contextlib.contextmanager

@@ -4,13 +4,12 @@ import contextlib
 import threading
 
 import pytest
-from channel import TOKEN, Channel, knock
+from channel import Channel, knock
 from test_exchange_mesh import Started, form, refusal_of, start
 
 from gradengine.errors import ProtocolError
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.line import Line
-from gradengine.exchange.listener import Listener
 from gradengine.exchange.wire import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
@@ -25,13 +24,6 @@ from gradengine.exchange.wire import (
 )
 
 MOST = 64  # strangers that may be connected, besides one for each rank
-
-
-@pytest.fixture
-def listener():
-    listener = Listener(("127.0.0.1", 0), TOKEN)
-    yield listener
-    listener.close()
 
 
 @pytest.fixture
@@ -72,10 +64,11 @@ def test_strangers_by_the_hundred_hold_little_memory_and_no_thread(listener, lin
         form([first, *start(listener, 2, [1])])
 
 
-@pytest.mark.parametrize(
-    "message", [Hello(1, 2, "", bytes(32)), Proof(bytes(32)), Listening("x"), Members(b"", ""), Refused(), Abort("")]
-)
-@pytest.mark.parametrize("payload_bytes", [1, 1 << 20, (1 << 32) - 1])
+TOO_LONG = [Hello(1, 2, "", bytes(32)), Proof(bytes(32)), Listening("x"), Members(b"", ""), Refused(), Abort("")]
+
+
+@pytest.mark.parametrize("message", TOO_LONG)
+@pytest.mark.parametrize("payload_bytes", [1, (1 << 32) - 1])
 def test_what_a_caller_announces_is_refused_before_any_of_it_is_there(listener, message, payload_bytes):
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
@@ -92,8 +85,7 @@ def test_nor_does_a_rank_wait_for_what_whoever_it_calls_announces(listener, mess
     listener.socket.setblocking(True)
     second = Started(listener.address, 1, 2)
     with listener.socket.accept()[0] as bare:
-        impostor = Channel(bare, "rank 1")
-        impostor.expect(Hello)
+        Channel(bare, "rank 1").expect(Hello)
         bare.sendall(encode_head(message, payload_bytes))
         kind, told = second.error()
     assert kind is ProtocolError
@@ -101,12 +93,11 @@ def test_nor_does_a_rank_wait_for_what_whoever_it_calls_announces(listener, mess
 
 
 @pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1k"], ids=["arrays", "maps"])
-@pytest.mark.parametrize("depth", [9, 1000])
-def test_what_is_nested_is_refused_before_it_is_decoded(listener, nested, depth):
+def test_what_is_nested_is_refused_before_it_is_decoded(listener, nested):
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
     message = encode_head(Hello(1, 2, "x", bytes(32)))
-    deep = message[PREFIX_BYTES:].replace(b"\xa1x", nested * depth + b"\xc0")
+    deep = message[PREFIX_BYTES:].replace(b"\xa1x", nested * 9 + b"\xc0")
     prefix = bytearray(message[:PREFIX_BYTES])
     prefix[7:11] = len(deep).to_bytes(4, "big")
     stranger._socket.sendall(bytes(prefix) + deep)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import typer
 from channel import TOKEN
-from test_cli import start_server
 
 from gradengine.cli import app
 from gradengine.processes import ProcessPool
@@ -32,16 +31,6 @@ def test_no_option_takes_a_token_but_that_of_a_file_which_has_it():
 
 def tell(token, report):
     report(token)
-
-
-@PROC
-def test_a_server_with_a_token_has_it_in_no_argument(tmp_path):
-    process, _ = start_server(tmp_path, "--world-size", "1", token=TOKEN)
-    shown = Path(f"/proc/{process.pid}/cmdline").read_text()
-    process.kill()
-    process.communicate()
-    assert "serve" in shown
-    assert TOKEN not in shown
 
 
 @PROC

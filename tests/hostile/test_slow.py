@@ -3,13 +3,11 @@
 import contextlib
 
 import pytest
-from channel import TOKEN, knock
-from test_exchange_mesh import Clock, Started, call, told_by
-from test_exchange_served import served
+from channel import knock
+from test_exchange_mesh import Clock, Started
 
 from gradengine.errors import PeerLost
 from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.listener import Listener
 from gradengine.exchange.wire import Hello, Nonce, encode_head
 
 HELLO = encode_head(Hello(1, 2, "", bytes(32)))
@@ -19,13 +17,6 @@ def is_answered_and_left_open(channel):
     """Whether whoever listens has read what came before this: it answers one thing after the other."""
     channel.send(Hello(1, 2, "", new_nonce()))
     return isinstance(channel.receive()[0], Nonce)
-
-
-@pytest.fixture
-def listener():
-    listener = Listener(("127.0.0.1", 0), TOKEN)
-    yield listener
-    listener.close()
 
 
 def test_bytes_that_drip_put_off_no_deadline_of_rank_0(listener):
@@ -47,19 +38,6 @@ def test_bytes_that_drip_put_off_no_deadline_of_rank_0(listener):
         for each in dripping:
             with pytest.raises(PeerLost):
                 each.receive()
-
-
-def test_bytes_that_drip_put_off_no_deadline_of_a_server():
-    now = [0.0]
-    with served(2, clock=lambda: now[0], join_timeout=60) as server, contextlib.ExitStack() as stack:
-        dripping = stack.enter_context(contextlib.closing(knock(server.listener.address)))
-        dripping._socket.sendall(HELLO[:10])
-        first = call(server.listener.address, 0, 2, token=None, called=2)
-        now[0] = 59.0
-        dripping._socket.sendall(HELLO[10:20])
-        now[0] = 61.0
-        assert told_by(first)[0] is PeerLost
-        assert "the server waits for ranks that have not joined: 1: got 60 s" in str(server.end())
 
 
 def test_a_rank_that_calls_waits_to_its_own_deadline_for_an_answer_that_drips(listener):

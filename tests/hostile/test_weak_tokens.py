@@ -1,50 +1,37 @@
 """A token that could be guessed: who hears one proof may try tokens by the billion, so that short ones are refused."""
 
 import pytest
-from channel import TOKEN, Channel, knock
+from channel import Channel, knock
 from test_exchange_mesh import Started
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
 from gradengine.exchange.environment import read_token
 from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.listener import Listener
 from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encode_head
 
-WEAK = ["hunter2", "x" * 15, " ", " " * 40, f"  {'x' * 15}  \n"]
+WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
+USES = {
+    "rank 0": lambda token: connect("tcp://127.0.0.1:0", 0, 2, token=token),
+    "rank 1": lambda token: connect("tcp://127.0.0.1:9", 1, 2, token=token),
+    "server": lambda token: GradientServer(2, ("0.0.0.0", 0), token=token),
+    "worker": lambda token: WorkerClient(("127.0.0.1", 9), 1, 2, token=token),
+    "environment": lambda token: read_token({"GRADENGINE_TOKEN": token}),
+}
 
 
-@pytest.mark.parametrize("token", WEAK, ids=repr)
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda token: connect("tcp://127.0.0.1:0", 0, 2, token=token),
-        lambda token: connect("tcp://127.0.0.1:9", 1, 2, token=token),
-        lambda token: GradientServer(2, ("0.0.0.0", 0), token=token),
-        lambda token: WorkerClient(("127.0.0.1", 9), 1, 2, token=token),
-        lambda token: read_token({"GRADENGINE_TOKEN": token}),
-    ],
-    ids=["rank 0", "rank 1", "server", "worker", "environment"],
-)
-def test_a_short_token_is_refused_before_anything_is_opened_and_is_not_shown(use, token):
-    with pytest.raises(
-        CallerError, match="is too short: whoever hears a proof of it could try all such tokens"
-    ) as told:
-        use(token)
-    assert f"got {len(token.strip())} characters, expected at least 16; make one with `openssl rand" in str(told.value)
-    assert token.strip() == "" or token.strip() not in str(told.value)
+@pytest.mark.parametrize("who", USES)
+def test_a_short_token_is_refused_before_anything_is_opened_and_is_not_shown(who):
+    for token in WEAK:
+        with pytest.raises(CallerError, match="is too short") as told:
+            USES[who](token)
+        assert f"got {len(token.strip())} characters, expected at least 16" in str(told.value)
+        assert token.strip() == "" or token.strip() not in str(told.value)
 
 
 def test_sixteen_characters_are_taken():
     with connect("tcp://127.0.0.1:0", 0, 1, token="x" * 16):
         pass
-
-
-@pytest.fixture
-def listener():
-    listener = Listener(("127.0.0.1", 0), TOKEN)
-    yield listener
-    listener.close()
 
 
 @pytest.mark.parametrize("proof", [bytes(32), b"", bytes(4000)], ids=["wrong", "empty", "long"])

@@ -1,7 +1,7 @@
 """Real CuPy without a GPU: CuPy's own wheel over a CUDA runtime and driver of ours, kernels run on the CPU.
 
-`make real-cupy` makes virtual environments in which `import cupy` is that, for any program; see `build`. One module of
-CuPy's wheel is replaced, the one that has NVIDIA's runtime linked into it, by itself: built from CuPy's source over
+`make test-device` makes virtual environments in which `import cupy` is that, for any program; see `build`. One module
+of CuPy's wheel is replaced, the one that has NVIDIA's runtime linked into it, by itself: built from CuPy's source over
 `driver/`. Kernels are compiled by the real NVRTC, to PTX, and what they do is done by `cuda_emulator` from the same
 source, with all its checks. By default nothing is done before the host waits for it.
 

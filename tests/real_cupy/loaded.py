@@ -21,7 +21,7 @@ DRIVER.gpuless_take_fault.restype = ctypes.c_bool
 DRIVER.gpuless_fault.argtypes = (ctypes.c_char_p,)
 DRIVER.gpuless_own_stream.argtypes, DRIVER.gpuless_own_stream.restype = (_POINTER,), _POINTER
 DRIVER.gpuless_settle.argtypes = (_POINTER,)
-DRIVER.gpuless_void.argtypes = (_POINTER, _SIZE, _POINTER, ctypes.c_int)
+DRIVER.gpuless_take.argtypes = DRIVER.gpuless_void.argtypes = (_POINTER, _SIZE, _POINTER, ctypes.c_int)
 
 # ---- how it behaves ----
 

@@ -2,8 +2,7 @@
 
 REAL_CUPY_ORDER (lazy, eager, random), REAL_CUPY_SEED, REAL_CUPY_DEVICES and REAL_CUPY_GUARD=1 say how the driver
 behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream on each device, not the default one. Every
-GPU test runs in all of these. One that cannot be run here at all says why where it is defined, by the marker
-`not_on_real_cupy`, and each run names it in its summary.
+GPU test runs in all of these.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import pytest
 
 STREAM = "REAL_CUPY_STREAM"
 _FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
-_KEPT_OUT = "not_on_real_cupy"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,8 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    markers = {item.nodeid: item.get_closest_marker(_KEPT_OUT) for item in items}
-    _kept_out.update((name, marker.args[0]) for name, marker in markers.items() if marker)
     dropped = [item for item in items if not _is_run(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -38,8 +34,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_run(item: Any) -> bool:
-    if item.nodeid in _kept_out:
-        return False
     values = getattr(item, "callspec", None)
     names = {values.params[name] for name in _FIXTURES & set(values.params)} if values else set()
     return all(str(name).startswith("cupy") for name in names) if names else "cupy" in item.nodeid
@@ -83,27 +77,3 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     found = faults()
     if found:
         pytest.fail("\n".join(found), pytrace=False)
-
-
-# ---- what is not run ----
-
-_kept_out: dict[str, str] = {}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[_KEPT_OUT] = _kept_out
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """What a process of xdist kept out is said by the one that has the summary."""
-    _kept_out.update(getattr(node, "workeroutput", {}).get(_KEPT_OUT, {}))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _kept_out:
-        terminalreporter.write_line(f"NOT RUN, since real CuPy without a GPU cannot: {len(_kept_out)}", yellow=True)
-    for name, reason in sorted(_kept_out.items()):
-        terminalreporter.write_line(f"    {name} needs {reason}", yellow=True)

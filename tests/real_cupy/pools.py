@@ -24,6 +24,7 @@ class _Piece:
     def __init__(self, memory: Any, size: int, stream: int | None, device: int) -> None:
         self._memory, self._size, self._stream, self._device = memory, size, stream, device
         self.thread: threading.Thread | None = None  # whose stream it was taken on, where that is a thread's own
+        DRIVER.gpuless_take(memory.ptr, size, stream, device)
 
     def __del__(self) -> None:
         if self.thread is not None:

@@ -8,7 +8,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from cuda_emulator import native
+from cuda_emulator import EmulatorError, native
 from cuda_emulator.kernels import Library, compiled
 from cuda_emulator.settings import settings
 
@@ -43,15 +43,15 @@ def _run(call: _Call) -> None:
     name = call.name.decode()
     source = _source(call)
     library = _library(source, settings().check)
-    entry, parameters = library.kernel(source.expressions.get(name, name))
-    sizes, expected = call.sizes[: call.count], [parameter.size for parameter in parameters]
+    entry, expected = library.kernel(source.expressions.get(name, name))
+    sizes = call.sizes[: call.count]
     if sizes != expected:
         raise TypeError(f"its parameters have {sizes} bytes in PTX, {expected} by g++")
     grid, block = tuple(call.grid), tuple(call.block)
     offsets = call.offsets[: call.count]
-    found = native.launch_at(entry, call.arguments, call.nbytes, offsets, grid, block, call.shared, settings())
+    found = native.launch(entry, call.arguments, call.nbytes, offsets, grid, block, call.shared, settings())
     if found:
-        raise RuntimeError(f"{found}, grid {grid}, block {block}")
+        raise EmulatorError(f"{found}, grid {grid}, block {block}")
     launches[name] = launches.get(name, 0) + 1
 
 

@@ -290,11 +290,6 @@ inline unsigned short emu_round_to_float16(float a) {
 
 // ---- launching: arguments come as an array of addresses, and each kernel describes its parameters ----
 
-template <class T>
-constexpr int emu_kind() {
-  return std::is_pointer_v<T> ? 'p' : std::is_integral_v<T> || std::is_enum_v<T> ? 'i'
-       : std::is_floating_point_v<T> ? 'f' : 's';
-}
 template <class... Parameters>
 struct EmuSignature {
   template <class P>
@@ -306,9 +301,9 @@ struct EmuSignature {
   EMU_UNCHECKED static void call(void (*kernel)(Parameters...), void** arguments) {
     unpack(kernel, arguments, std::index_sequence_for<Parameters...>{});
   }
-  static int describe(int* sizes_and_kinds) {
+  static int describe(int* sizes) {
     int n = 0;
-    ((sizes_and_kinds[n++] = (int)sizeof(Parameters), sizes_and_kinds[n++] = emu_kind<Value<Parameters>>()), ...);
+    ((sizes[n++] = (int)sizeof(Parameters)), ...);
     return (int)sizeof...(Parameters);
   }
 };
@@ -318,6 +313,6 @@ EmuSignature<Parameters...> emu_signature(void (*)(Parameters...));
   extern "C" __attribute__((no_sanitize("thread"))) void emu_call_##ID(void** arguments) {       \
     decltype(emu_signature(__VA_ARGS__))::call(__VA_ARGS__, arguments);                          \
   }                                                                                              \
-  extern "C" int emu_describe_##ID(int* sizes_and_kinds) {                                       \
-    return decltype(emu_signature(__VA_ARGS__))::describe(sizes_and_kinds);                      \
+  extern "C" int emu_describe_##ID(int* sizes) {                                                 \
+    return decltype(emu_signature(__VA_ARGS__))::describe(sizes);                                \
   }

@@ -288,5 +288,4 @@ void emulator_unregister(uintptr_t begin) {
   arrays.erase(begin);
   forget_recent();
 }
-int emulator_is_registered(uintptr_t address, size_t size) { return in_array(address, size); }
 }

@@ -7,6 +7,17 @@
 
 using namespace gpuless;
 
+namespace {
+
+Stream* stream_on(int device, cudaStream_t handle) {
+  std::swap(current_device(), device);
+  Stream* found = stream_of(handle);
+  std::swap(current_device(), device);
+  return found;
+}
+
+}  // namespace
+
 extern "C" {
 
 void gpuless_set(int order, unsigned seed, int devices, size_t memory, int guard) {
@@ -58,17 +69,30 @@ void gpuless_settle(cudaStream_t handle) {
   if (stream && !stream->capture) finish_stream(stream);
 }
 
+// CuPy's pool hands out memory: whoever has it may use it once that stream has come to it, at once where it is new.
+void gpuless_take(void* pointer, size_t size, cudaStream_t handle, int device) {
+  Turn turn;
+  Stream* stream = stream_on(device, handle);
+  const Allocation* whole = allocation_of(pointer, size);
+  if (!stream || stream->capture || !whole || !whole->is_pooled) return take_piece(pointer, size);
+  queue_unseen(stream, [=] {
+    take_piece(pointer, size);
+    return cudaSuccess;
+  });
+}
+
 // Memory went back to CuPy's pool, which gives it to whoever asks next on that stream: it is NaN when that comes.
 void gpuless_void(void* pointer, size_t size, cudaStream_t handle, int device) {
   Turn turn;
-  const int before = current_device();
-  current_device() = device;
-  Stream* stream = stream_of(handle);
-  current_device() = before;
-  if (!stream || stream->capture) return;
-  queue_unseen(stream, [=] {
+  Stream* stream = stream_on(device, handle);
+  if (!stream) return;
+  const auto make_void = [=] {
     if (allocation_of(pointer, size)) memset(pointer, 0xff, size);  // the pool may have given it back for good
+    drop_piece(pointer);
     return cudaSuccess;
-  });
+  };
+  if (!stream->capture) return queue_unseen(stream, make_void);
+  finish(stream->last);
+  make_void();
 }
 }

@@ -34,12 +34,15 @@ Error refuse_wrong_kind(cudaMemcpyKind kind, const char* way) {
   return cudaErrorInvalidValue;
 }
 
+Error refuse_unusable(void* to, const void* from, size_t size) {
+  if (is_usable(to, size) && (!from || is_usable(from, size))) return cudaSuccess;
+  fault("a copy of %zu bytes from %p to %p: beyond its array, or that was freed before its turn came", size, from, to);
+  return cudaErrorIllegalAddress;
+}
+
 Work moving(void* to, const void* from, size_t size) {
   return [=] {
-    if (reaches_over(to, size) || reaches_over(from, size)) {  // freed, and taken by others, since it was asked for
-      fault("a copy of %zu bytes from %p to %p: memory was freed before its turn came", size, from, to);
-      return cudaErrorIllegalAddress;
-    }
+    if (Error error = refuse_unusable(to, from, size)) return error;
     memmove(to, from, size);
     return cudaSuccess;
   };
@@ -49,6 +52,7 @@ Work moving(void* to, const void* from, size_t size) {
 Work moving_what_is_there_now(void* to, const void* from, size_t size) {
   auto kept = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + size);
   return [=] {
+    if (Error error = refuse_unusable(to, nullptr, size)) return error;
     memmove(to, kept->data(), kept->size());
     return cudaSuccess;
   };
@@ -98,8 +102,8 @@ Error fill(void* to, int value, size_t size, Stream* stream) {
   }
   tell(FILL, "fill");
   return queue(stream, "fill", [=] {
-    if (!allocation_of(to, size)) {
-      fault("a fill of %zu bytes at %p: memory was freed before its turn came", size, to);
+    if (!allocation_of(to, size) || !is_usable(to, size)) {
+      fault("a fill of %zu bytes at %p: beyond its array, or that was freed before its turn came", size, to);
       return cudaErrorIllegalAddress;
     }
     memset(to, value, size);

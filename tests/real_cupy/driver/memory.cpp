@@ -13,6 +13,7 @@ const size_t MOST_ON_DEVICE = 28000;             // allocations: each takes 2 of
 const size_t MOST_POISONED = size_t(64) << 20;  // larger ones stay zeros: to touch them all would take real memory
 
 std::map<uintptr_t, Allocation> allocations;
+std::map<uintptr_t, size_t> pieces;
 size_t taken[MOST_DEVICES];
 MemoryListeners listeners;
 int working = 0;
@@ -29,9 +30,23 @@ void remember(void* pointer, const Allocation& it) {
   if (listeners.born) listeners.born((uintptr_t)pointer, it.size);
 }
 
+void drop(std::map<uintptr_t, size_t>::iterator from, std::map<uintptr_t, size_t>::iterator to) {
+  for (; from != to; from = pieces.erase(from))
+    if (listeners.dead) listeners.dead(from->first);
+}
+
 void forget(std::map<uintptr_t, Allocation>::iterator found) {
-  if (listeners.dead) listeners.dead(found->first);
+  const auto& [begin, it] = *found;
+  if (it.is_pooled) drop(pieces.lower_bound(begin), pieces.lower_bound(begin + it.size));
+  else if (listeners.dead) listeners.dead(begin);
   allocations.erase(found);
+}
+
+bool is_in_piece(uintptr_t at, size_t size) {
+  auto next = pieces.upper_bound(at);
+  if (next == pieces.begin()) return false;
+  const auto& [begin, length] = *--next;
+  return at - begin <= length && size <= length - (at - begin);
 }
 
 }  // namespace
@@ -93,6 +108,30 @@ const Allocation* allocation_of(const void* pointer, size_t size) {
 }
 
 bool reaches_over(const void* pointer, size_t size) { return allocation_of(pointer) && !allocation_of(pointer, size); }
+
+bool is_usable(const void* pointer, size_t size) {
+  const Allocation* found = allocation_of(pointer);
+  if (!found) return true;
+  return found->is_pooled ? is_in_piece((uintptr_t)pointer, size) : allocation_of(pointer, size) != nullptr;
+}
+
+void take_piece(const void* pointer, size_t size) {
+  const uintptr_t begin = (uintptr_t)pointer;
+  auto* whole = (Allocation*)allocation_of(pointer, size);
+  if (!whole) return;  // given back meanwhile
+  if (!whole->is_pooled && listeners.dead) listeners.dead((--allocations.upper_bound(begin))->first);
+  whole->is_pooled = true;
+  auto first = pieces.lower_bound(begin);
+  if (first != pieces.begin() && std::prev(first)->first + std::prev(first)->second > begin) --first;
+  drop(first, pieces.lower_bound(begin + size));  // dropped where no work could be queued
+  pieces[begin] = size;
+  if (listeners.born) listeners.born(begin, size);
+}
+
+void drop_piece(const void* pointer) {
+  auto found = pieces.find((uintptr_t)pointer);
+  if (found != pieces.end()) drop(found, std::next(found));
+}
 
 size_t bytes_taken(int device) { return taken[device]; }
 

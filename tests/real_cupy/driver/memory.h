@@ -14,6 +14,7 @@ struct Allocation {
   int device;
   char* base;  // of the mapping, guard pages included; null where the memory is the host's own
   size_t mapped;
+  bool is_pooled = false;  // a pool hands it out in pieces
 
   bool is_on_device() const { return kind == DEVICE || kind == MANAGED; }
 };
@@ -33,6 +34,11 @@ Error disown(void* pointer);
 const Allocation* allocation_of(const void* pointer, size_t size = 1);
 // Whether they begin in an allocation and end outside of it.
 bool reaches_over(const void* pointer, size_t size);
+// Whether they may be read and written, as far as it is known: pieces of a pool end where they were asked to.
+bool is_usable(const void* pointer, size_t size);
+// A pool hands out a piece of an allocation, or has it back: what is in no piece is nobody's.
+void take_piece(const void* pointer, size_t size);
+void drop_piece(const void* pointer);
 size_t bytes_taken(int device);
 void listen_to_memory(MemoryListeners listeners);
 

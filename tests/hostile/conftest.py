@@ -1,0 +1,14 @@
+"""Fixtures of these tests."""
+
+import pytest
+from channel import TOKEN
+
+from gradengine.exchange.listener import Listener
+
+
+@pytest.fixture
+def listener():
+    """Rank 0's, with a token; nobody looks at it yet."""
+    listener = Listener(("127.0.0.1", 0), TOKEN)
+    yield listener
+    listener.close()
