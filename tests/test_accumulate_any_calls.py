@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from accumulators import HOST, ODD, SMALL, bad_gradients, new, state
-from backends import DEVICE_BACKENDS, available, runnable
+from backends import available, on_threads_too
 from devices import all_on_host, assign, nothing_is_launched, on_host, put_all, raw
 from folds import totals_of
 from hypothesis import settings
@@ -303,9 +303,9 @@ class AnyCalls(RuleBasedStateMachine):
             assert (draw.storage_bits(memory)[~covered] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["host", "host-3", *runnable(DEVICE_BACKENDS)])
-def test_any_calls_in_any_order_give_the_contracts_sum(name):
-    machine, few = type("AnyCalls", (AnyCalls,), {"backend": available(name)}), name != "host"
+@on_threads_too
+def test_any_calls_in_any_order_give_the_contracts_sum(backend):
+    machine, few = type("AnyCalls", (AnyCalls,), {"backend": backend}), backend is not available("host")
     run_state_machine_as_test(
         machine, settings=settings(max_examples=20 if few else 60, stateful_step_count=20, deadline=None)
     )

@@ -268,7 +268,7 @@ class TestMemory:
         assert totals_of(kernels, kernels.partial_sums([0, 0])).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("device", ["gpu", "CPU", "", None, 0])
-def test_unknown_devices(device):
+@pytest.mark.parametrize("asked", ["gpu", "CPU", "", None, 0])
+def test_unknown_devices(asked):
     with pytest.raises(CallerError, match="no kernels for the device"):
-        kernels_for(device)
+        kernels_for(asked)

@@ -53,7 +53,7 @@ def no_driver(cupy):
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "told"),
+    ("change", "asked", "told"),
     [
         (lambda cupy: setattr(cupy, "__version__", "13.6.0"), "cuda", "too old: got 13.6.0, expected >= 14; pip"),
         (lambda cupy: setattr(cupy, "__version__", "9.0.0b1"), "cuda", "too old: got 9.0.0b1, expected >= 14; pip"),
@@ -62,10 +62,10 @@ def no_driver(cupy):
         (lambda cupy: setattr(cupy.device, "compute_capability", "61"), "cuda:0", "'cuda:0'.* 6[.]1, .* 7[.]0"),
     ],
 )
-def test_what_cannot_be_used_is_refused(cupy, change, device, told):
+def test_what_cannot_be_used_is_refused(cupy, change, asked, told):
     change(cupy)
     with pytest.raises(DeviceUnavailable, match=told):
-        kernels_for(device)
+        kernels_for(asked)
 
 
 @pytest.mark.parametrize(("version", "capability"), [("14.0.0rc1", "70"), ("15.2", "120")])
@@ -74,13 +74,13 @@ def test_what_can_be_used_is_given(cupy, version, capability):
     assert toolchain.load_cupy(0) is cupy
 
 
-@pytest.mark.parametrize(("device", "name"), [("cuda", "cuda:0"), ("cuda:3", "cuda:3")])
-def test_without_cupy_it_says_how_to_get_it(cupy, monkeypatch, device, name):
+@pytest.mark.parametrize(("asked", "name"), [("cuda", "cuda:0"), ("cuda:3", "cuda:3")])
+def test_without_cupy_it_says_how_to_get_it(cupy, monkeypatch, asked, name):
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     with pytest.raises(
         DeviceUnavailable, match=f"'{name}' needs CuPy.*pip install 'gradengine.cuda12.' or .*nvidia-smi"
     ):
-        kernels_for(device)
+        kernels_for(asked)
 
 
 def test_a_cupy_that_cannot_be_imported_says_why(monkeypatch):

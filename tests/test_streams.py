@@ -344,9 +344,10 @@ class TestALenderOnAStreamOfItsOwn:
             mine.synchronize()
             assert all_are(gradients, 9)
 
+    @pytest.mark.parametrize("is_waited_for_first", [False, True])
     @pytest.mark.parametrize("is_captured", [False, True])
     def test_has_its_destinations_written_after_its_own_work_and_reads_them_after_ours(
-        self, device, lender, is_captured
+        self, device, lender, is_captured, is_waited_for_first
     ):
         engine, mine, (gradients, seen) = new_engine(device), stream_of(device), given(device, 2, 0)
         with mine, engine.capture() if is_captured else contextlib.nullcontext() as graph:
@@ -357,10 +358,13 @@ class TestALenderOnAStreamOfItsOwn:
             if is_captured:
                 lender.become(9)
                 graph.replay()
-        lender.copied_to(seen)
-        lender.stream.synchronize()
+        if is_waited_for_first:
+            lender.copied_to(seen)
+            lender.stream.synchronize()
+            assert all_are(seen, 2)
         mine.synchronize()
-        assert all_are([*seen, *lender.arrays], 2)
+        lender.stream.synchronize()
+        assert all_are(lender.arrays, 2)
 
 
 class TestWhoeverLooks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lived", type=Path, help="a file for the names of those that lived")
     given = parser.parse_args(arguments)
     chosen = [each for each in faults() if not given.words or any(word in each.name for word in given.words)]
+    if not chosen:
+        parser.error(f"no fault has any of these words: {' '.join(given.words)}")
     pythons = [python.absolute() for python in given.pythons]
     outcomes = tried(chosen, given.root, pythons, given.jobs)
     lived = sorted(fault.name for fault, found in outcomes.items() if not found)
@@ -67,7 +70,9 @@ def tried(chosen: Sequence[Fault], root: Path, pythons: Sequence[Path], jobs: in
 
 def copied(root: Path, copy: Path) -> Path:
     """A copy of the project without its environments and history."""
-    return Path(shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "out", "__pycache__")))
+    return Path(
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "out", ".*_cache", "__pycache__"))
+    )
 
 
 def fails(fault: Fault, copy: Path, python: Path) -> bool:
@@ -90,9 +95,11 @@ def fails(fault: Fault, copy: Path, python: Path) -> bool:
         )
     except subprocess.TimeoutExpired:
         return True
-    if done.returncode == pytest.ExitCode.USAGE_ERROR:
-        raise RuntimeError(f"{fault.name}: its tests did not start:\n{done.stdout[-2000:]}")
-    return done.returncode not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+    if done.returncode in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+        return False
+    if done.returncode < 0 or re.search(r"\b\d+ (failed|error)", done.stdout):  # a signal ended it, or a test failed
+        return True
+    raise RuntimeError(f"{fault.name}: its tests did not run:\n{done.stdout[-2000:]}")
 
 
 def table(outcomes: dict[Fault, bool]) -> list[str]:
