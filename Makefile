@@ -51,7 +51,7 @@ fuzz: $(VENV)-fuzz/installed  ## a million inputs for all that strangers and pee
 	PYTHONPATH=tests:. $(VENV)-fuzz/bin/python -m fuzz $(ARGS)
 
 mutants: $(VENV)/interop $(VENV)-cuda13/real_cupy/built  ## plant each fault of tests/mutants, and say which no test sees; ARGS="exchange --jobs 1"
-	PYTHONPATH=tests:. $(BIN)/python -m mutants $(ARGS)
+	PYTHONPATH=tests:. $(BIN)/python -m mutants $(ARGS) --pythons $(BIN)/python $(VENV)-cuda13/bin/python
 
 simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in two or three minutes; ARGS="--seed 123" replays one
 	PYTHONPATH=tests:. $(BIN)/python -m simulation $(ARGS)

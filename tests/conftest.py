@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _has_its_device(item: pytest.Item) -> bool:
     names = set(getattr(item, "fixturenames", ()))
     values = getattr(item, "callspec", None)
+    if values and values.params.get("device", "cupy") not in DEVICE_BACKENDS:
+        raise pytest.UsageError(f"{item.nodeid}: `device` is a fixture here, give the argument another name")
     if "emulated" in names and not IS_EMULATED_CUPY:
         return False
     if "device" in names and not runnable(DEVICE_BACKENDS):

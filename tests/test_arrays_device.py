@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import strategies as draw
-from backends import available, runnable
+from backends import available
 from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
 from hostile_values import Unshowable
 from producers import Producer
@@ -367,10 +367,9 @@ class TestStreamsOfInterfaces:
 class TestTwoDevices:
     """What lies on one device, or is worked on there, and an engine on the other."""
 
-    @pytest.fixture(params=runnable(["cupy", "cupy-other"]) or ["cupy"])
-    def devices(self, request):
-        mine = available(request.param)
-        return mine, available("cupy" if request.param == "cupy-other" else "cupy-other")
+    @pytest.fixture
+    def devices(self, device):
+        return device, available("cupy" if device.kernels.ordinal else "cupy-other")
 
     def test_arrays_of_the_other_are_refused_by_name(self, devices):
         mine, other = devices

@@ -52,6 +52,8 @@ def project(tmp_path, monkeypatch):
         "good:\n\ttrue\nbad:\n\tfalse\n"
     )
     monkeypatch.chdir(tmp_path)
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TESTS", "ARGS"):  # of the `make` that runs this test
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 

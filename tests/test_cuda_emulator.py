@@ -16,11 +16,9 @@ ORDERS = [{"order": "forward"}, {"order": "reverse"}, {"order": "random", "seed"
 X = np.random.default_rng(1).integers(1, 9, 1000).astype(np.float32)
 
 
-@pytest.fixture(params=["cupy"])
-def xp(request):
-    from backends import available
-
-    return available(request.param).kernels.xp
+@pytest.fixture
+def xp(emulated):
+    return emulated.kernels.xp
 
 
 def finds(xp, launch) -> str:

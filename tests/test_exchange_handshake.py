@@ -9,8 +9,15 @@ import hmac
 import msgpack
 import pytest
 
-from gradengine.errors import HandshakeRefused, ProtocolError
-from gradengine.exchange.handshake import check_hello, is_same_proof, new_nonce, proof, refuse_other_proof
+from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
+from gradengine.exchange.handshake import (
+    check_hello,
+    is_same_proof,
+    new_nonce,
+    proof,
+    refuse_bad_token,
+    refuse_other_proof,
+)
 from gradengine.exchange.wire import Hello
 
 HELLO = Hello(rank=1, world_size=4, job="pretrain", nonce=new_nonce())
@@ -50,6 +57,12 @@ def test_proof_holds_for_nothing_else(change):
     for given in (proven(**change), b"", proven()[:31], proven() + b"\0"):
         with pytest.raises(HandshakeRefused, match="rank 1 has another token"):
             refuse_other_proof(given, proven(), "rank 1")
+
+
+@pytest.mark.parametrize("token", ["0" * 15, " " * 32, "0" * 15 + "\n"])
+def test_a_token_that_can_be_guessed_is_refused(token):
+    with pytest.raises(CallerError, match="token is too short"):
+        refuse_bad_token(token)
 
 
 def test_nonces_are_fresh():

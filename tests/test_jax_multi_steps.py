@@ -407,6 +407,9 @@ class TestResumed:
         state = optimizer.init({"w": jnp.zeros(3)})
         with pytest.raises(CallerError, match="gradient_step 1 and mini_step 0, expected 1 and 1"):
             optimizer.update({"w": jnp.ones(3)}, state)
+        earlier = state._replace(gradient_step=jnp.array(0), mini_step=jnp.array(1))
+        with pytest.raises(CallerError, match="gradient_step 0 and mini_step 1, expected 1 and 1"):
+            optimizer.update({"w": jnp.ones(3)}, earlier)
         engine.discard()
         optimizer.update({"w": jnp.ones(3)}, optimizer.init({"w": jnp.zeros(3)}))
 

@@ -181,6 +181,13 @@ class TestLongChunks:
     def _few_chunks(self, monkeypatch):
         monkeypatch.setattr(launch, "_WANTED_CHUNKS", 2)
 
+    def test_a_component_that_begins_with_zeros_forgets_its_nan(self, device):
+        """Its first micro-batch gave none; the window before left a NaN."""
+        target, sums = device.buffer(np.full(9, NAN, np.float32)), device.kernels.partial_sums([9])
+        measure_chunks(device.kernels, [target], sums, sums.chunks([0]))
+        zero_sums(device.kernels, sums, [0])
+        assert (totals_of(device.kernels, sums), sums.non_finite.get()) == ([0], [0])
+
     @pytest.mark.parametrize("chunk", [4096, 16384, 32768])
     @pytest.mark.parametrize("more", [0, 8, 1023])
     def test_a_thread_takes_several_units(self, device, chunk, more):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import strategies as draw
+from backends import available
 from devices import nothing_is_launched
 from folds import accumulate, finalise, hand_back, measure_chunks, totals_of, zero_sums
 from hypothesis import given
@@ -156,6 +157,13 @@ class TestHandBack:
         self.assert_scaled(backend, there, arrays, factors, dtype)
         hand_back(backend.kernels, buffers, decision, self.GROUPS, buffers)
         self.assert_scaled(backend, buffers, arrays, factors)
+
+    def test_groups_of_many_of_16_bits_have_their_own_factors(self):
+        backend, groups = available("host"), (0, 1) * 8
+        arrays = [draw.random_array([5, i], 40, "bfloat16") for i in range(16)]
+        buffers, decision = self.decided(backend, arrays, ClipPlan(groups, (1.0, 0.5)), 3.0)
+        hand_back(backend.kernels, buffers, decision, groups, buffers)
+        self.assert_scaled(backend, buffers, arrays, [decision.factors[group] for group in groups], "bfloat16")
 
     def test_only_those_asked_for(self, backend, arrays):
         buffers, decision = self.decided(backend, arrays, self.PLAN, 3.0)

@@ -105,6 +105,15 @@ def test_on_a_device_it_is_one_array_and_nobody_waits(emulated):
     assert number_of(scale) == 2048.0
 
 
+@pytest.mark.usefixtures("lazy")
+def test_any_stream_reads_it_after_the_step_that_changes_it(emulated):
+    engine = new_engine(emulated)
+    engine.add(put_all(emulated, gradients(1.0, is_finite=False)))
+    engine.step()
+    with emulated.xp.cuda.Stream(non_blocking=True):
+        assert (engine.loss_scale * 1).get() == 512.0
+
+
 def test_each_replay_follows_its_verdict(device):
     engine, expected = new_engine(device), GradScaler(SHORT)
     arrays = put_all(device, gradients(1.0))

@@ -57,6 +57,15 @@ def test_a_component_that_comes_twice_is_added_and_counts_once(backend, hold, kn
     assert number_of(result.norm) == pytest.approx(128**0.5)
 
 
+def test_its_weight_is_the_number_that_it_began_with():
+    engine, weight = GradientEngine(TWO), np.array(2.0)
+    with engine.micro_batch(weight) as micro_batch:
+        micro_batch.add("w", np.float32([3]))
+        weight[...] = 5
+        micro_batch.add("b", np.float32([3]))
+    assert engine.step().weight == 2.0
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "gradient", "error"),

@@ -100,6 +100,12 @@ class TestNumbers:
         assert (metrics["clipped"], metrics["skipped"]) == (0.0, float(math.isnan(value)))
 
 
+def test_seconds_of_the_exchange_for_which_the_step_waited_are_not_hidden():
+    result = stepped(HOST)
+    metrics = dataclasses.replace(result, _decided=dataclasses.replace(result._decided, took=(3.0, 1.0))).metrics()
+    assert (metrics["exchange_seconds"], metrics["exchange_hidden_seconds"]) == (3.0, 2.0)
+
+
 def test_sums_are_no_gradients_and_gradients_no_sums():
     """An optimizer would take sums for gradients, and move by the whole window's weight too far."""
     deferred, other = stepped(HOST, deferred=True), stepped(HOST)

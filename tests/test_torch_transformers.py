@@ -153,10 +153,13 @@ class TestAsTrainersOwn:
 
 
 class FailsAfter(TrainerCallback):
-    """It fails after so many micro-batches."""
+    """It fails after so many micro-batches, and keeps how many each step was of."""
 
-    def __init__(self, micro_batches):
-        self.left = micro_batches
+    def __init__(self, micro_batches, callback):
+        self.left, self.callback, self.counts = micro_batches, callback, []
+
+    def on_optimizer_step(self, args, state, control, **_):
+        self.counts.append(self.callback.result.micro_batches)
 
     def on_substep_end(self, args, state, control, **_):
         self.left -= 1
@@ -166,12 +169,14 @@ class FailsAfter(TrainerCallback):
 
 def test_what_a_run_that_broke_off_left_is_dropped_by_the_next_after_which_all_is_as_before(tmp_path):
     ours = trainer_of(tmp_path, llama(), num_train_epochs=1)
-    _, engine = with_engine(ours)
-    ours.add_callback(FailsAfter(3))
+    callback, engine = with_engine(ours)
+    fails = FailsAfter(3, callback)
+    ours.add_callback(fails)
     with pytest.raises(ZeroDivisionError):
         ours.train()
     assert engine.accumulator.accumulated_count == 1
     ours.train()
+    assert fails.counts == [K, K, K, K, 1]
     assert engine.accumulator.state.now is State.EMPTY
     assert engine.current_step == 1 + ours.state.global_step
     assert "clip_grad_norm_" not in vars(ours.accelerator)

@@ -14,53 +14,70 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from .faults import ROOT, Fault, faults, lived_at_first
+from .faults import ROOT, Fault, faults, known_to_live
 
-PYTHONS = [ROOT / ".venv/bin/python", ROOT / ".venv-cuda13/bin/python"]  # the host, and CuPy over the stand-in driver
 QUICKLY = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--timeout=90")
 LIMIT = 400  # seconds for the tests of one fault in one environment; a fault that makes them hang is found
+CHANGES_TESTS = re.compile("PYTEST|PYTHON|GRADENGINE|REAL_CUPY|CUDA_EMULATOR")  # how the names of such variables begin
+FOUND, LIVED, NOT_RUN = "found", "LIVED", "NOT RUN"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the faults that are asked for; 1 if one lived that was found when the list was made."""
+    """Run the faults that are asked for; 1 if one lived that was found before, or if tests fail without a fault."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose file or words contain one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="faults at a time")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project whose code and tests are tried")
-    parser.add_argument("--pythons", nargs="+", default=PYTHONS, type=Path)
+    parser.add_argument("--pythons", nargs="+", default=[sys.executable], type=Path, help="of each environment")
     parser.add_argument("--lived", type=Path, help="a file for the names of those that lived")
     given = parser.parse_args(arguments)
     chosen = [each for each in faults() if not given.words or any(word in each.name for word in given.words)]
     if not chosen:
         parser.error(f"no fault has any of these words: {' '.join(given.words)}")
     pythons = [python.absolute() for python in given.pythons]
+    control = [nothing(chosen[0], name) for name in sorted({name for fault in chosen for name in fault.tests})]
+    print("The tests without a fault, which has to live:", flush=True)
+    sound = tried(control, given.root, pythons, given.jobs)
+    if set(sound.values()) != {LIVED}:
+        print("These fail or do not run without a fault. Mend them first:")
+        print(*(fault.tests[0] for fault, outcome in sound.items() if outcome != LIVED), sep="\n")
+        return 1
     outcomes = tried(chosen, given.root, pythons, given.jobs)
-    lived = sorted(fault.name for fault, found in outcomes.items() if not found)
-    new = [name for name in lived if name not in lived_at_first()]
+    lived = sorted(fault.name for fault, outcome in outcomes.items() if outcome == LIVED)
+    new = [name for name in lived if name not in known_to_live()]
     print(*table(outcomes), sep="\n")
     print(*(f"LIVED, and was found before: {name}" for name in new), sep="\n")
     if given.lived:
         given.lived.write_text("".join(f"{name}\n" for name in lived), encoding="utf-8")
-    return int(bool(new))
+    return int(bool(new) or NOT_RUN in outcomes.values())
 
 
-def tried(chosen: Sequence[Fault], root: Path, pythons: Sequence[Path], jobs: int) -> dict[Fault, bool]:
-    """Whether each fault was found; a line for each as it ends."""
+def nothing(fault: Fault, name: str) -> Fault:
+    """A change that is none, and the test files of that name, which have to pass with it."""
+    return replace(fault, now=fault.was, tests=(name,), why=f"no fault, {name}")
+
+
+def tried(chosen: Sequence[Fault], root: Path, pythons: Sequence[Path], jobs: int) -> dict[Fault, str]:
+    """How each fault ended; a line for each as it ends."""
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
-    def one(fault: Fault) -> bool:
+    def one(fault: Fault) -> str:
         copy, began = copies.get(), time.monotonic()
         try:
             with fault.planted(copy):
-                found = any(fails(fault, copy, python) for python in pythons)
+                # The second environment runs only if the tests passed in the first.
+                outcome = next(
+                    (each for each in (run(fault, copy, python) for python in pythons) if each != LIVED), LIVED
+                )
         finally:
             copies.put(copy)
-        print(f"{'found' if found else 'LIVED'} {time.monotonic() - began:5.0f} s  {fault.name}", flush=True)
-        return found
+        print(f"{outcome} {time.monotonic() - began:5.0f} s  {fault.name}", flush=True)
+        return outcome
 
     with tempfile.TemporaryDirectory(prefix="mut") as folder, ThreadPoolExecutor(jobs) as pool:
         for number in range(jobs):
@@ -69,23 +86,22 @@ def tried(chosen: Sequence[Fault], root: Path, pythons: Sequence[Path], jobs: in
 
 
 def copied(root: Path, copy: Path) -> Path:
-    """A copy of the project without its environments and history."""
-    return Path(
-        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "out", ".*_cache", "__pycache__"))
-    )
+    """A copy of the project without its environments, history and caches."""
+    left = shutil.ignore_patterns(".venv*", ".git", "out", ".*_cache", ".hypothesis", "__pycache__")
+    return Path(shutil.copytree(root, copy, ignore=left))
 
 
-def fails(fault: Fault, copy: Path, python: Path) -> bool:
-    """Whether a test fails, or does not end, in an environment; one after the other, up to the first that fails."""
+def run(fault: Fault, copy: Path, python: Path) -> str:
+    """Run the tests of a fault in an environment, up to the first that fails; tests that do not end have found it."""
     files = [str(file) for name in fault.tests for file in sorted((copy / "tests").glob(name))]
     if not files:
-        raise FileNotFoundError(f"{fault.name}: none of its test files is there: {', '.join(fault.tests)}")
-    paths = os.pathsep.join(map(str, (copy, copy / "tests")))
+        print(f"There is none of the test files {', '.join(fault.tests)}")
+        return NOT_RUN
     try:
-        done = subprocess.run(
-            [python, "-B", "-m", "pytest", *QUICKLY, *dict.fromkeys(files)],
+        tests = subprocess.run(
+            [python, "-m", "pytest", *QUICKLY, *dict.fromkeys(files)],
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": paths, "REAL_CUPY_ORDER": "random", "CI": "true"},
+            env=environment(copy),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -94,17 +110,26 @@ def fails(fault: Fault, copy: Path, python: Path) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return True
-    if done.returncode in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
-        return False
-    if done.returncode < 0 or re.search(r"\b\d+ (failed|error)", done.stdout):  # a signal ended it, or a test failed
-        return True
-    raise RuntimeError(f"{fault.name}: its tests did not run:\n{done.stdout[-2000:]}")
+        return FOUND
+    if tests.returncode in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+        return LIVED
+    if tests.returncode < 0 or re.search(r"\b\d+ (failed|error)", tests.stdout):  # a signal ended it, or a test failed
+        return FOUND
+    print(tests.stdout[-2000:])
+    return NOT_RUN
 
 
-def table(outcomes: dict[Fault, bool]) -> list[str]:
+def environment(copy: Path) -> dict[str, str]:
+    """The variables of a run that imports the copy's code and tests, and writes no bytecode."""
+    kept = {name: value for name, value in os.environ.items() if not CHANGES_TESTS.match(name)}
+    paths = os.pathsep.join(map(str, (copy, copy / "tests")))
+    return {**kept, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "REAL_CUPY_ORDER": "random", "CI": "true"}
+
+
+def table(outcomes: dict[Fault, str]) -> list[str]:
     """For each package, how many were found."""
-    all_of, found = Counter(f.room for f in outcomes), Counter(f.room for f, is_found in outcomes.items() if is_found)
+    all_of = Counter(fault.room for fault in outcomes)
+    found = Counter(fault.room for fault, outcome in outcomes.items() if outcome == FOUND)
     rows = [f"{room:24} {found[room]:4} of {all_of[room]:4}" for room in sorted(all_of)]
     return [*rows, f"{'all':24} {sum(found.values()):4} of {len(outcomes):4} found"]
 

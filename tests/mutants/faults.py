@@ -65,6 +65,6 @@ def faults() -> list[Fault]:
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def lived_at_first() -> set[str]:
-    """The names of the faults that no test saw when the list was made."""
+def known_to_live() -> set[str]:
+    """The names of the faults that no test sees."""
     return set((HERE / "lived.txt").read_text(encoding="utf-8").splitlines())
