@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import cupy  # type: ignore[import-not-found]  # here, since some tests replace the module
 import pytest
 
 STREAM = "REAL_CUPY_STREAM"
@@ -20,8 +21,6 @@ _FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import cupy  # type: ignore[import-not-found]
-
     assert cupy.cuda.is_available()
 
 
@@ -48,8 +47,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_streams() -> Iterator[None]:
-    import cupy
-
     with contextlib.ExitStack() as streams:
         for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
             with cupy.cuda.Device(ordinal):
