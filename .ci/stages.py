@@ -1,7 +1,8 @@
-"""Run the stages of CI, or of the matrix, one after the other; all of them, and at the end one table of how they ended.
+"""Run the stages of CI, or of the matrix, one after the other, and print a table of how they ended.
 
-A test that fails is run once more by itself. One that passes then is FLAKY: the run stays red, and the order of tests
-in which it failed is kept. The table gives for each failed stage the one command that runs it again in that order.
+A stage that fails does not end the run. A test that fails is run once more by itself. One that passes then is FLAKY:
+the run stays red, and the order of tests in which it failed is kept. The table has the command that runs a failed stage
+again in that order.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ MATRIX = [
     Stage("device-eager", "test-device", [*NEWEST, "ORDER=eager"]),
     Stage("device-own-streams", "test-device", [*NEWEST, "CUDA=12", "STREAM=own"]),
     Stage("device-streams-per-thread", "test-device", [*NEWEST, "STREAM=per-thread"]),
+    Stage("mpi", "test-mpi", NEWEST),
     Stage("gpu-check-small", "gpu-check-small", NEWEST),
 ]
 
@@ -87,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(stage: Stage) -> None:
-    """Run a stage; of its failed tests each once more by itself."""
+    """Run a stage, and then each of its failed tests by itself."""
     load = os.getloadavg()[0]
     print(f"\n==== {stage.name}: {' '.join(stage.command())}   (load {load:.1f})", flush=True)
     began = time.monotonic()

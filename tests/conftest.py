@@ -36,6 +36,7 @@ for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
 collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
 collect_ignore += [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
+collect_ignore += [] if importlib.util.find_spec("tomllib") else ["test_mutants.py"]  # Python 3.10 cannot read the list
 # Programs, read for their doctests.
 collect_ignore += [] if importlib.util.find_spec("torch") else ["ddp_process.py", "trainers_process.py"]
 collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make test-device` alone
@@ -77,7 +78,8 @@ def _has_its_device(item: pytest.Item) -> bool:
     names = set(getattr(item, "fixturenames", ()))
     values = getattr(item, "callspec", None)
     if values and values.params.get("device", "cupy") not in DEVICE_BACKENDS:
-        raise pytest.UsageError(f"{item.nodeid}: `device` is a fixture here, give the argument another name")
+        got = values.params["device"]
+        raise pytest.UsageError(f"{item.nodeid}: device is a fixture, got {got!r}: give the argument another name")
     if "emulated" in names and not IS_EMULATED_CUPY:
         return False
     if "device" in names and not runnable(DEVICE_BACKENDS):

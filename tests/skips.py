@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 
 REQUIRE = "GRADENGINE_REQUIRE"
+PROGRAMS = {"g++", "openssl"}  # the other names are modules
 
-NOT_INSTALLED = (
-    r"(could not import '|.*\bneeds |^)"
-    r"(torch|jax|optax|flax|safetensors|accelerate|transformers|peft|lightning|tensorboard|wandb|typer|rich|matplotlib|openssl|g\+\+|NVRTC|nvdisasm|node|@msgpack/msgpack)\b"
+_PACKAGE = (
+    r"(torch|jax|optax|flax|safetensors|accelerate|transformers|peft|lightning|typer|rich|matplotlib|openssl|node|"
+    r"@msgpack/msgpack)"
 )
+NOT_INSTALLED = rf"could not import '{_PACKAGE}\b|(\S+ needs )?{_PACKAGE}(, which)? is not installed$|torch < 2\.10$"
 NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
-ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed"  # a target of its own; what is shown where CuPy is absent
+ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed|has a GPU"  # other targets and machines
 OLD = r"NumPy 2\.0 exports none|older versions release the lock"
 SYSTEM = (
     r"no IPv6 here|children are counted in /proc|there is no /dev/full|this system keeps no peak|"
@@ -46,16 +48,14 @@ def allowed(reason: str, *, has_gpu: bool) -> bool:
 def missing() -> list[str]:
     """What must be here and is not."""
     required = os.environ.get(REQUIRE, "").split()
-    return [
-        name for name in required if not (importlib.util.find_spec(name) if name.isidentifier() else shutil.which(name))
-    ]
+    return [name for name in required if not (shutil.which if name in PROGRAMS else importlib.util.find_spec)(name)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to begin without what must be here."""
     absent = missing()
     if absent:
-        raise pytest.UsageError(f"{' and '.join(absent)} not installed, and {REQUIRE}={os.environ[REQUIRE]!r}")
+        raise pytest.UsageError(f"not installed: {' '.join(absent)}. Install them, or unset {REQUIRE}.")
 
 
 _refused: list[str] = []

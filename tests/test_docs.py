@@ -61,18 +61,6 @@ def test_the_quickstart_is_ten_lines_and_learns_and_says_so(tmp_path, monkeypatc
     assert re.fullmatch(r"norm \de-0[5-9], error \de-0[5-9]\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_loggers_take_the_metrics(package, tmp_path, monkeypatch):
-    pytest.importorskip(package)
-    names = run("docs/metrics.md", monkeypatch, tmp_path)
-    (block,) = [block for block in blocks_of("docs/metrics.md", "py") if package in block]
-    exec(compile(block, package, "exec"), names)
-    names["engine"].add([np.ones(2, np.float32), None])
-    names["engine"].step()
-    names["writer" if package == "tensorboard" else "run"].__exit__(None, None, None)
-    assert any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-
-
 def test_destinations_of_a_module_are_always_shown_allocated():
     """Else what a window added up for a parameter that its last micro-batch did not use is dropped."""
     texts = [

@@ -34,27 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="faults at a time")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project whose code and tests are tried")
     parser.add_argument("--pythons", nargs="+", default=[sys.executable], type=Path, help="of each environment")
-    parser.add_argument("--lived", type=Path, help="a file for the names of those that lived")
     given = parser.parse_args(arguments)
     chosen = [each for each in faults() if not given.words or any(word in each.name for word in given.words)]
     if not chosen:
-        parser.error(f"no fault has any of these words: {' '.join(given.words)}")
+        parser.error(f"no fault of faults.toml has any of these words: {' '.join(given.words)}")
     pythons = [python.absolute() for python in given.pythons]
     control = [nothing(chosen[0], name) for name in sorted({name for fault in chosen for name in fault.tests})]
-    print("The tests without a fault, which has to live:", flush=True)
-    sound = tried(control, given.root, pythons, given.jobs)
-    if set(sound.values()) != {LIVED}:
-        print("These fail or do not run without a fault. Mend them first:")
-        print(*(fault.tests[0] for fault, outcome in sound.items() if outcome != LIVED), sep="\n")
+    print("First the tests without a fault:", flush=True)
+    if set(tried(control, given.root, pythons, given.jobs).values()) != {LIVED}:
+        print("A test file above fails, or runs no test, without a fault. Mend that first.")
         return 1
     outcomes = tried(chosen, given.root, pythons, given.jobs)
-    lived = sorted(fault.name for fault, outcome in outcomes.items() if outcome == LIVED)
-    new = [name for name in lived if name not in known_to_live()]
+    known = known_to_live()
+    new = [fault.name for fault, outcome in outcomes.items() if outcome != FOUND and fault.name not in known]
+    seen = [fault.name for fault, outcome in outcomes.items() if outcome == FOUND and fault.name in known]
     print(*table(outcomes), sep="\n")
     print(*(f"LIVED, and was found before: {name}" for name in new), sep="\n")
-    if given.lived:
-        given.lived.write_text("".join(f"{name}\n" for name in lived), encoding="utf-8")
-    return int(bool(new) or NOT_RUN in outcomes.values())
+    print(*(f"found now, take it out of lived.txt: {name}" for name in seen), sep="\n")
+    return int(bool(new))
 
 
 def nothing(fault: Fault, name: str) -> Fault:
@@ -70,13 +67,10 @@ def tried(chosen: Sequence[Fault], root: Path, pythons: Sequence[Path], jobs: in
         copy, began = copies.get(), time.monotonic()
         try:
             with fault.planted(copy):
-                # The second environment runs only if the tests passed in the first.
-                outcome = next(
-                    (each for each in (run(fault, copy, python) for python in pythons) if each != LIVED), LIVED
-                )
+                outcome, why = run(fault, copy, pythons)
         finally:
             copies.put(copy)
-        print(f"{outcome} {time.monotonic() - began:5.0f} s  {fault.name}", flush=True)
+        print(f"{outcome:7} {time.monotonic() - began:5.0f} s  {fault.name}{why and f'  by {why}'}", flush=True)
         return outcome
 
     with tempfile.TemporaryDirectory(prefix="mut") as folder, ThreadPoolExecutor(jobs) as pool:
@@ -91,15 +85,27 @@ def copied(root: Path, copy: Path) -> Path:
     return Path(shutil.copytree(root, copy, ignore=left))
 
 
-def run(fault: Fault, copy: Path, python: Path) -> str:
-    """Run the tests of a fault in an environment, up to the first that fails; tests that do not end have found it."""
+def run(fault: Fault, copy: Path, pythons: Sequence[Path]) -> tuple[str, str]:
+    """Run the tests of a fault, in one environment after the other, until one fails; the outcome, and that test."""
+    outcome = NOT_RUN
+    for python in pythons:
+        code, said = tests_of(fault, copy, python)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        if failed or code is None or code < 0:
+            return FOUND, failed[1] if failed else f"tests that ended with {code}"
+        if code not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+            return NOT_RUN, said[-2000:]
+        if re.search(r"\b\d+ passed", said):
+            outcome = LIVED
+    return outcome, ""
+
+
+def tests_of(fault: Fault, copy: Path, python: Path) -> tuple[int | None, str]:
+    """The exit code of a fault's tests and what they print; no code if they do not end."""
     files = [str(file) for name in fault.tests for file in sorted((copy / "tests").glob(name))]
-    if not files:
-        print(f"There is none of the test files {', '.join(fault.tests)}")
-        return NOT_RUN
     try:
-        tests = subprocess.run(
-            [python, "-m", "pytest", *QUICKLY, *dict.fromkeys(files)],
+        done = subprocess.run(
+            [python, "-m", "pytest", *QUICKLY, *(dict.fromkeys(files) or ["none"])],
             cwd=copy,
             env=environment(copy),
             stdout=subprocess.PIPE,
@@ -110,13 +116,8 @@ def run(fault: Fault, copy: Path, python: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return FOUND
-    if tests.returncode in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
-        return LIVED
-    if tests.returncode < 0 or re.search(r"\b\d+ (failed|error)", tests.stdout):  # a signal ended it, or a test failed
-        return FOUND
-    print(tests.stdout[-2000:])
-    return NOT_RUN
+        return None, ""
+    return done.returncode, done.stdout
 
 
 def environment(copy: Path) -> dict[str, str]:

@@ -59,7 +59,7 @@ class Fault:
 
 def faults() -> list[Fault]:
     """The list, as it is recorded."""
-    import tomllib  # Python 3.11; tests with the lowest Python import this file as well
+    import tomllib  # of Python 3.11: the rest of the project needs 3.10
 
     entries = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))["fault"]
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]

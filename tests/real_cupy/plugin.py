@@ -1,4 +1,4 @@
-"""A pytest plugin: tests of a GPU alone are run, faults fail them, nothing is skipped but for want of torch or JAX.
+"""A pytest plugin: it selects the tests of a GPU, and a fault of a kernel or copy fails its test.
 
 REAL_CUPY_ORDER (lazy, eager, random), REAL_CUPY_SEED, REAL_CUPY_DEVICES and REAL_CUPY_GUARD=1 say how the driver
 behaves (see `loaded`); REAL_CUPY_STREAM=own gives each test a current stream on each device, not the default one. Every
