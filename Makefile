@@ -38,7 +38,7 @@ STREAM ?= default
     test-wire-js test-package test-lowest test-newest check compile-check kernel-table gpu-check-small host-time bench \
     gpu-check clean
 
-ci:  ## what must pass before anything lands, in ten minutes on two cores; a table at the end
+ci:  ## what must pass before anything lands, in six minutes on two cores; a table at the end
 	.ci/run
 
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more

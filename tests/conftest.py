@@ -68,10 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
-    left_out = [item for item in items if not _has_its_device(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _has_its_device(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not _has_its_device(item)])
+    items[:] = filter(_has_its_device, items)
 
 
 def _has_its_device(item: pytest.Item) -> bool:

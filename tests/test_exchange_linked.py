@@ -130,7 +130,6 @@ def transfers_of_a_step(links):
 HELLO = 2 * (WORLD - 1)
 LINKS = {"threads": thread_links, **SOCKET_LINKS}
 WHOLES = {links: transfers_of_a_step(links) for links in LINKS}
-WHOLE = WHOLES["threads"]
 
 
 @pytest.mark.parametrize("links", LINKS)

@@ -38,9 +38,6 @@ class Transport(enum.Enum):
     SERVER = "server"  # a GradientServer alone, all ranks reach it over TCP
 
 
-OVER_SOCKETS = [transport for transport in Transport if transport is not Transport.THREADS]
-
-
 class SlowArena(DeviceArena):
     """An arena in the host's memory that is treated as a device's: a copy is made some polls after it was begun."""
 

@@ -17,7 +17,7 @@ import cupy  # type: ignore[import-not-found]  # here, since some tests replace 
 import pytest
 
 STREAM = "REAL_CUPY_STREAM"
-_FIXTURES = {"backend", "device", "emulated", "gpu", "kernels"}
+_FIXTURES = {"backend", "device", "emulated"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,10 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    dropped = [item for item in items if not _is_run(item)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if _is_run(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not _is_run(item)])
+    items[:] = filter(_is_run, items)
 
 
 def _is_run(item: Any) -> bool:
