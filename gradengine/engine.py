@@ -292,10 +292,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             5.0
         """
         self._ask(Call.BEGIN)
-        is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
-        is_last = is_last if last is None else truth_value("last", last)
+        self._settings.is_last("the window", self.accumulator.accumulated_count)  # before backward runs
+        last = None if last is None else truth_value("last", last)
         kept = self.accumulator.weighing.kept(weight)
-        return MicroBatch(self.accumulator, self._reducer, self._whole, kept, is_last=is_last)
+        return MicroBatch(self.accumulator, self._reducer, self._settings, self._whole, kept, last=last)
 
     def step(
         self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None

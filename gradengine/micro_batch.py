@@ -10,9 +10,10 @@ from typing import Any, SupportsFloat, final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
-from gradengine.errors import ExchangeError
+from gradengine.errors import ExchangeError, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer
+from gradengine.settings import Settings
 
 
 @final
@@ -28,16 +29,16 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self,
         accumulator: PerBlockGradientAccumulator,
         reducer: Reducer,
+        settings: Settings,
         whole: Callable[..., None],
         weight: SupportsFloat,
         *,
-        is_last: bool,
+        last: bool | None,
     ) -> None:
-        self._accumulator, self._reducer, self._whole, self._weight = accumulator, reducer, whole, weight
-        self._measure = is_last and reducer.workers.is_alone
-        self._sends = is_last and not reducer.workers.is_alone
-        spans = accumulator.layout.spans if self._sends else ()
-        self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}
+        self._accumulator, self._reducer, self._settings = accumulator, reducer, settings
+        self._whole, self._weight, self._last = whole, weight, last
+        self._measure = self._sends = self._has_ended = False
+        self._missing: dict[int | str, set[str]] = {}
         self._window: object = None  # the window in which it began
 
     def add(self, name: str, gradient: object) -> None:
@@ -85,8 +86,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @property
     def _is_coming(self) -> bool:
-        """Whether a component was added and the window is still the same."""
-        return self._window is self._accumulator.window
+        """Whether a component was added, `end()` was not called, and the window is still the same."""
+        return self._window is self._accumulator.window and not self._has_ended
 
     @property
     def _state(self) -> State:
@@ -94,6 +95,10 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     def _add(self, name: str, gradient: Any) -> None:
         begins = self._window is None
+        if begins:
+            self._look_for_room()
+        else:
+            self._refuse_if_over()
         self._accumulator.add_component(name, gradient, self._weight, begins=begins, measure=self._measure)
         if begins:
             self._window = self._accumulator.window
@@ -106,9 +111,27 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def _end(self) -> None:
         if self._window is None:
             raise nothing_came(len(self._accumulator.layout.slots))
+        self._refuse_if_over()
         self._accumulator.end_micro_batch()
+        self._has_ended = True
         if self._sends:
             self._send(self._accumulator.layout.spans)
+
+    def _look_for_room(self) -> None:
+        """Raise `WindowError` if the window is full; else choose whether its blocks are measured or sent."""
+        is_last = self._settings.is_last("the window", self._accumulator.accumulated_count)
+        is_last, is_alone = is_last if self._last is None else self._last, self._reducer.workers.is_alone
+        self._measure, self._sends = is_last and is_alone, is_last and not is_alone
+        spans = self._accumulator.layout.spans if self._sends else ()
+        self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}
+
+    def _refuse_if_over(self) -> None:
+        if not self._is_coming:
+            raise WindowError(
+                "the micro-batch is over",
+                got="a call after its end(), or after its window was stepped or dropped",
+                do="begin another by engine.micro_batch()",
+            )
 
     def _send(self, spans: Sequence[Span]) -> None:
         try:

@@ -150,9 +150,32 @@ class TestRefusals:
         with engine.micro_batch() as micro_batch:
             micro_batch.add("head", HEAD)
         for call in (lambda: micro_batch.add("head", HEAD), lambda: come(engine, {"head": HEAD}, then=engine.discard)):
-            with pytest.raises(WindowError, match="no micro-batch is being added"):
+            with pytest.raises(WindowError, match="the micro-batch is over"):
                 call()
         assert not engine.has_open_window
+
+    def test_what_is_over_adds_nothing_to_the_next_and_does_not_end_it(self):
+        engine = GradientEngine(LAYOUT)
+        first, second = engine.micro_batch(), engine.micro_batch()
+        with first:
+            first.add("head", HEAD)
+        with second:
+            second.add("head", HEAD)
+            for call in (lambda: first.add("head", HEAD), first.end):
+                with pytest.raises(WindowError, match="the micro-batch is over"):
+                    call()
+            second.add("norm", np.ones(3, np.float32))
+        result = engine.step()
+        assert (result.micro_batches, result.gradients["head"].tolist()) == (2, [1, 1])
+
+    def test_two_that_were_made_before_either_began_do_not_pass_a_full_window(self):
+        engine = GradientEngine(LAYOUT, micro_batches=1)
+        first, second = engine.micro_batch(), engine.micro_batch()
+        with first:
+            first.add("head", HEAD)
+        with pytest.raises(WindowError, match="full: got micro-batch 2"):
+            second.add("head", HEAD)
+        assert engine.step().micro_batches == 1
 
     def test_what_blocks_by_hand_have_left_uneven(self):
         engine = GradientEngine(LAYOUT)

@@ -386,6 +386,8 @@ class TestWhatGoesWrong:
         attached, ours, theirs, engines = pair()
         loss_of(ours, 0).backward()
         with attached.paused():
+            with attached.paused():
+                pass
             loss_of(ours, 1).backward()
             assert ours.head.weight.grad is not None
         with pytest.raises(BufferRefused, match="still had the gradient of the last step, or of a pause,"):

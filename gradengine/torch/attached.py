@@ -83,7 +83,7 @@ class Attached(AbstractContextManager["Attached"]):
         self._module, self._parameters, self._engine, self._alone = module, parameters, engine, alone
         self._within: MicroBatch | None = None  # of the `with`
         self._unentered: MicroBatch | None = None  # made, for a `with` that has not begun
-        self._is_paused = False
+        self._pauses = 0  # that are entered, one within another
         self._of_backward: MicroBatch | None = None  # of a backward without one,
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
@@ -213,7 +213,7 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
-        if self._is_paused:
+        if self._pauses:
             return
         try:
             gradient = self._new_gradient(name, parameter)
@@ -332,10 +332,10 @@ class _Pause(AbstractContextManager[None]):
         self._attached = attached
 
     def __enter__(self) -> None:
-        self._attached._is_paused = True
+        self._attached._pauses += 1
 
     def __exit__(self, *_: object) -> None:
-        self._attached._is_paused = False
+        self._attached._pauses -= 1
         for name, parameter in self._attached._parameters.items():
             if parameter.grad is not None:
                 self._attached._given[name] = weakref.ref(parameter.grad)
