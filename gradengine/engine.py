@@ -315,13 +315,15 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
         Raises:
             WindowError: Nothing was added since the last step, or nothing that counts on any worker; a component lacks
                 some of the window's micro-batches; the window's weight times the loss scale is outside 2**-126..2**126;
-                or a call that was interrupted left the window broken.
+                a call that was interrupted left the window broken; or the engine is attached: use `attached.step()`.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU: an earlier step's,
                 whose gradients were handed back as zeros.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings or sums differ; the window is kept.
         """
+        if out is None and not deferred:
+            self._state.refuse_bare_step(self._facts)
         result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
         return result if self._capture is not None else self._observers.shown(result)
 

@@ -258,7 +258,7 @@ class TestWhatGoesWrong:
         with pytest.raises(fault):
             backward_within(attached, loss) if way == "with" else loss.backward()
         ours.zero_grad()
-        for call in (attached.step, attached.micro_batch, loss_of(ours, 1).backward, engines[0].step):
+        for call in (attached.step, attached.micro_batch, loss_of(ours, 1).backward):
             with pytest.raises(WindowError, match=r"step 0 (is broken|holds a part of a micro-batch).*discard\(\)"):
                 call()
         assert attached._of_backward is None
@@ -399,6 +399,23 @@ class TestWhatGoesWrong:
         assert attached.step().micro_batches == 2
         assert_same_gradients(ours, theirs, engines[1].step())
 
+    def test_an_optimizer_that_steps_before_the_window_does(self):
+        attached, ours, *_ = pair()
+        optimizer, others = torch.optim.SGD(ours.parameters(), 1.0), torch.optim.SGD(Net().parameters(), 1.0)
+        optimizer.step()  # no window is open
+        loss_of(ours, 0).backward()
+        for call in (optimizer.step, partial(optimizer.step, closure=None)):
+            with pytest.raises(WindowError, match=r"would move no weight.* call attached.step\(\) before"):
+                call()
+        others.step()
+        before = ours.head.weight.clone()
+        optimizer.step(lambda: attached.step().norm)
+        assert not torch.equal(ours.head.weight, before)
+        ours.zero_grad()
+        loss_of(ours, 1).backward()
+        attached.remove()
+        optimizer.step()
+
     def test_a_micro_batch_that_is_made_and_not_entered(self):
         attached, ours, *_ = pair()
         attached.micro_batch(weight=300.0)
@@ -452,7 +469,7 @@ class TestAttaching:
         attached.remove()
         attached = attach(theirs, engines[0])
         loss_of(theirs, 0).backward()
-        assert engines[0].step().micro_batches == 1
+        assert attached.step().micro_batches == 1
 
     def test_parameters_that_were_changed_since(self):
         ours = Net()
@@ -488,8 +505,12 @@ class TestAttaching:
         with attach(module, engine) if way == "with" else contextlib.nullcontext():
             attached = None if way == "with" else attach(module, engine)
             loss_of(module, 0).backward()
-            assert engine.step().micro_batches == 1
+            with pytest.raises(WindowError, match=r"attached to a module; call step\(\) of"):
+                engine.step()
+            assert engine.step(deferred=True).micro_batches == 1
             del attached
+        with pytest.raises(WindowError, match=r"the hooks of attach\(\) are gone; keep what"):
+            engine.step()
         loss_of(module, 0).backward()
         assert module.head.weight.grad is not None
         assert not engine.has_open_window

@@ -16,12 +16,13 @@ is resumed in the middle, and only `discard()` leads out of this state.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from gradengine.errors import WindowError
 
@@ -135,6 +136,14 @@ _one = Refusal(
     "one step(), last",
     "leave its `with`; after an interrupt call discard()",
 )
+_attached = Refusal(
+    "engine.step() would leave every .grad None: the engine is attached to a module",
+    do="call step() of the object that attach() returned",
+)
+_gone = Refusal(
+    "{step} without a micro-batch: the hooks of attach() are gone",
+    do="keep what attach() returns: attached = attach(model, engine)",
+)
 _zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
 _whole = Refusal("a captured window takes whole micro-batches", "one added component by component", "add()")
 
@@ -210,13 +219,15 @@ class StepState:
     Attributes:
         now: The state.
         has_engine: Whether there is an engine, whose `discard`, not `zero_all`, drops a broken window.
+        hooks: The last hooks that were made to add its gradients: alive until they are removed.
         changes: How often the step's memory was written to.
     """
 
-    __slots__ = ("changes", "has_engine", "now")
+    __slots__ = ("changes", "has_engine", "hooks", "now")
 
     def __init__(self) -> None:
         self.now, self.has_engine, self.changes = State.EMPTY, False, 0
+        self.hooks: weakref.finalize[Any, Any] | None = None
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
         """The state that a call or an event leads to; raises `WindowError`, with these facts, if it is not allowed."""
@@ -227,6 +238,13 @@ class StepState:
             way_out = {"way_out": "discard()"} if self.has_engine else {}
             raise answer.error({**way_out, **({} if facts is None else facts())})
         return answer
+
+    def refuse_bare_step(self, facts: Callable[[], Facts]) -> None:
+        """Raise `WindowError` for a step whose gradients nobody would take, or that lacks its hooks' gradients."""
+        if self.hooks is not None and self.hooks.alive:
+            raise _attached.error(facts())
+        if self.hooks is not None and self.now is State.EMPTY:
+            raise _gone.error(facts())
 
     def enter(self, happening: Call | Event) -> None:
         """Go to the state that a call or an event leads to; raises `WindowError` as `ask`."""

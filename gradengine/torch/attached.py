@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, SupportsFloat, final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
@@ -88,12 +89,14 @@ class Attached(AbstractContextManager["Attached"]):
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
-        take = weakref.WeakMethod(self._take)
+        take, refuse = weakref.WeakMethod(self._take), weakref.WeakMethod(self._refuse_early_optimizer)
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_take, take, name))
+            parameter.register_post_accumulate_grad_hook(partial(_call, take, name))
             for name, parameter in parameters.items()
         ]
+        handles.append(register_optimizer_step_pre_hook(partial(_call, refuse)))
         self._remove = weakref.finalize(self, _remove_all, handles)
+        engine.accumulator.state.hooks = self._remove
         _live.add(self)
 
     def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
@@ -279,11 +282,32 @@ class Attached(AbstractContextManager["Attached"]):
         """The result, and each parameter's gradient in its own shape."""
         dtypes = {name: grad_dtype_of(parameter) for name, parameter in self._parameters.items()}
         if all(dtype in (None, torch.float32) for dtype in dtypes.values()):
-            result = self._engine.step(loss_scale=loss_scale)
+            state = self._engine.accumulator.state
+            state.hooks = None  # this step is not a bare one: its gradients are set below
+            try:
+                result = self._engine.step(loss_scale=loss_scale)
+            finally:
+                state.hooks = self._remove
             return result, {name: view_for(p, name, result.gradients) for name, p in self._parameters.items()}
         made = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in self._parameters.items()}
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale), made
+
+    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer, given: Any, named: Mapping[str, Any]) -> None:
+        """Raise `WindowError` for an optimizer that would move none of its weights, since the window is still open.
+
+        A closure may finish the window, so a call with one is let through.
+        """
+        if not self._engine.has_open_window or any(map(callable, [*given, *named.values()])):
+            return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = {id(parameter) for parameter in self._parameters.values()}
+        if all(parameter.grad is None for parameter in held) and any(id(parameter) in own for parameter in held):
+            raise WindowError(
+                "the optimizer would move no weight: the window is open, and every .grad is None",
+                got=f"{self._engine.accumulator.accumulated_count} micro-batches",
+                do="call attached.step() before optimizer.step()",
+            )
 
     def _refuse_lone_rank(self) -> None:
         if not self._remove.alive:
@@ -341,10 +365,11 @@ class _Pause(AbstractContextManager[None]):
                 self._attached._given[name] = weakref.ref(parameter.grad)
 
 
-def _take(take: weakref.WeakMethod[Any], name: str, parameter: torch.nn.Parameter) -> None:
-    method = take()
-    if method is not None:
-        method(name, parameter)
+def _call(method: weakref.WeakMethod[Any], *given: Any) -> None:
+    """Call a method of an object, if the object is still there."""
+    bound = method()
+    if bound is not None:
+        bound(*given)
 
 
 def _remove_all(handles: Iterable[Any]) -> None:
