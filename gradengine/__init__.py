@@ -22,7 +22,14 @@ try:
     )
     from gradengine.engine import GradientEngine
     from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
-    from gradengine.exchange import Exchange, GradientServer, WorkerClient, connect, local_group
+    from gradengine.exchange import (
+        Exchange,
+        GradientServer,
+        WorkerClient,
+        connect,
+        connect_if_launched,
+        local_group,
+    )
     from gradengine.kernels.loss_scale import DynamicLossScale
     from gradengine.layout import GradientLayout
     from gradengine.layout.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
@@ -66,6 +73,7 @@ __all__ = [
     "clip_gradients_fused",
     "clip_lora_gradients_fused",
     "connect",
+    "connect_if_launched",
     "init_lora_fused_clip",
     "local_group",
     "shard_batches",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transports import SMALL, SOON, Worker, contributions, leave_together, on_all, rank_order_sum
 
+from gradengine import GradientEngine
 from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
+from gradengine.exchange import GradientServer, WorkerClient, connect, connect_if_launched, mesh
 from gradengine.exchange.environment import (
     JOBS,
     LAUNCHERS,
@@ -21,6 +24,7 @@ from gradengine.exchange.environment import (
     read_job,
     read_token,
     read_world,
+    warn_of_other_ranks,
 )
 from gradengine.exchange.handshake import MAX_JOB_CHARACTERS
 
@@ -68,6 +72,21 @@ def environment(monkeypatch):
     for variable in ALL - {""}:
         monkeypatch.delenv(variable, raising=False)
     return monkeypatch
+
+
+@pytest.mark.parametrize("launcher", [None, *SEEN])
+def test_one_call_is_for_a_script_that_may_run_alone(launcher, environment):
+    """An engine without an exchange warns under any launcher of several ranks, once in a process."""
+    alone = GradientEngine(SMALL)
+    environment.setattr("gradengine.exchange.connect", lambda **options: options)
+    warn_of_other_ranks.cache_clear()
+    for variable, value in SEEN.get(launcher, BATCH_SCRIPT).items():
+        environment.setenv(variable, value)
+    assert connect_if_launched(timeout=5) == (launcher and {"timeout": 5})
+    with pytest.warns(UserWarning, match="one of '2' ranks .*connect_if_launched") if launcher else nullcontext():
+        alone.add([np.ones(slot.shape, np.float32) for slot in SMALL.slots])
+        alone.step()
+    warn_of_other_ranks.cache_clear()
 
 
 # ---- its place ----

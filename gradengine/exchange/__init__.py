@@ -19,7 +19,7 @@ from typing import Any
 from gradengine.arguments import as_index, said, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.device_calls import device_calls_of
-from gradengine.exchange.environment import job_or_launchers
+from gradengine.exchange.environment import job_or_launchers, launcher_of
 from gradengine.exchange.interface import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -42,6 +42,7 @@ __all__ = [
     "Progress",
     "WorkerClient",
     "connect",
+    "connect_if_launched",
     "local_group",
 ]
 
@@ -139,6 +140,24 @@ def connect(
     except BaseException:
         group.close()  # the caller has no reference to it; this tells the other ranks
         raise
+
+
+def connect_if_launched(**options: Any) -> Exchange | None:
+    """Return `connect(**options)` if a launcher started this process, else None: for a script that may run alone.
+
+    The launchers are those of `connect`: torchrun, mpiexec, srun, or the GRADENGINE_ variables.
+
+    Args:
+        options: Keyword arguments of `connect`, with which it is called under a launcher.
+
+    Raises:
+        CallerError, DeviceUnavailable, PeerLost: As `connect`, under a launcher.
+
+    Example::
+
+        engine = GradientEngine(layout, exchange=connect_if_launched())
+    """
+    return None if launcher_of(os.environ) is None else connect(**options)
 
 
 def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, given: Mapping[str, object]) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, final
 
-from gradengine.arguments import MOST_RANKS, whole_number
+from gradengine.arguments import MOST_RANKS, said, whole_number
 from gradengine.errors import CallerError
 from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
 
@@ -99,9 +101,28 @@ class World(NamedTuple):
     local_size: int | None
 
 
+def launcher_of(environment: Mapping[str, str]) -> Launcher | None:
+    """Return the innermost launcher that started this process; None if none of them did."""
+    return next((each for each in LAUNCHERS if each.is_in(environment)), None)
+
+
+@cache
+def warn_of_other_ranks() -> None:
+    """Warn, once in a process, if a launcher started several ranks: for a step that has no exchange with them."""
+    launcher = launcher_of(os.environ)
+    if launcher is None or os.environ.get(launcher.world_size, "1") == "1":
+        return
+    size = said(os.environ[launcher.world_size])
+    warnings.warn(
+        f"this process is one of {size} ranks ({launcher.world_size}), and the engine has no exchange: it trains by "
+        "itself. Pass exchange=connect_if_launched() to sum over all ranks.",
+        stacklevel=2,
+    )
+
+
 def read_world(environment: Mapping[str, str]) -> World:
     """The rank and sizes that the innermost launcher gave this process; raises `CallerError` if any are missing."""
-    launcher = next((each for each in LAUNCHERS if each.is_in(environment)), None)
+    launcher = launcher_of(environment)
     if launcher is None:
         raise _no_launcher(environment)
     for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):

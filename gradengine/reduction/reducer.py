@@ -17,6 +17,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, WindowError
 from gradengine.exchange.device_calls import DeviceCalls
+from gradengine.exchange.environment import warn_of_other_ranks
 from gradengine.exchange.linked import Exchange, Kept, Seconds
 from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
 from gradengine.kernels.arena import PartialSums
@@ -165,6 +166,8 @@ class Reducer:
         self._kernels.device.wait_for(
             accumulator.producers
         )  # refuses one that records a graph, before anything is done
+        if self.workers.exchange is None:
+            warn_of_other_ranks()
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
             accumulator.measure_rest()
