@@ -322,7 +322,7 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
             ExchangeError: The workers' settings or sums differ; the window is kept.
         """
-        if out is None and not deferred:
+        if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._facts)
         result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
         return result if self._capture is not None else self._observers.shown(result)

@@ -16,6 +16,8 @@ from transports import SOON, free_port
 
 pytest.importorskip("torch")
 
+from torch_modules import loop_of_the_readme
+
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
@@ -43,6 +45,42 @@ BESIDE_A_PROCESS_GROUP = """
 import torch
 torch.distributed.init_process_group("gloo")
 """
+
+
+LAUNCHED = {  # the variables of two ranks on one host
+    "torchrun": "RANK={0} WORLD_SIZE=2 LOCAL_RANK={0} LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT={1}",
+    "mpiexec": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={0} "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=run-{1}",
+    "srun": "SLURM_PROCID={0} SLURM_NTASKS=2 SLURM_LOCALID={0} SLURM_JOB_ID={1} SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n",
+}
+LOOP = """import sys, torch
+from gradengine import CallerError
+def loss_of(output, y): return (output - y).square().mean()
+K, windows = 2, [[(torch.randn(4, 6), torch.zeros(()))] * 2] * 3
+for seeds in (), (0,):
+    [torch.manual_seed(seed) for seed in seeds]
+    model = torch.nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        exec(sys.argv[1])
+        print(sum(model.weight.flatten().tolist()))
+    except CallerError as fault:
+        print(fault)
+    engine.exchange.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=[] if name == "srun" else [pytest.mark.slow]) for name in LAUNCHED]
+)
+def test_unseeded_ranks_of_the_readme_s_loop_are_refused_and_others_end_in_equal_weights(launcher):
+    command = [sys.executable, "-c", LOOP, loop_of_the_readme("-")]
+    port = free_port()
+    ranks = [started(command, **dict(re.findall(r"(\w+)=(\S+)", LAUNCHED[launcher].format(r, port)))) for r in "01"]
+    (refused, weights), (also, others) = (ended(rank).splitlines() for rank in ranks)
+    assert refused == also
+    assert "parameter 'weight' of rank 1 is not that of rank 0" in refused
+    assert weights == others
 
 
 def started(command, **variables):

@@ -4,11 +4,9 @@ import contextlib
 import copy
 import gc
 import math
-import re
 import warnings
 import weakref
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from ranks import on_ranks
 torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_modules import needs_distributed  # noqa: E402
+from torch_modules import loop_of_the_readme, needs_distributed  # noqa: E402
 
 from gradengine import GradientEngine  # noqa: E402
 from gradengine.accumulate.state import State  # noqa: E402
@@ -523,6 +521,24 @@ class TestAttaching:
 
 
 class TestSeveralWorkers:
+    @pytest.mark.parametrize("micro_batches", [None, 1])
+    def test_ranks_with_other_weights_are_refused_at_the_first_step(self, micro_batches):
+        """Also while the blocks of the window are being sent."""
+        start = [Net(), Net()]
+        with torch.no_grad():
+            start[1].head.weight[5, 5] += 1
+
+        def work(exchange):
+            module = start[exchange.rank]
+            engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=micro_batches)
+            attached = attach(module, engine)
+            loss_of(module, exchange.rank).backward()
+            with pytest.raises(CallerError, match=r"'head.weight' of rank 1 is not that of rank 0.* seed all ranks"):
+                attached.step()
+            assert module.head.weight.grad is None
+
+        on_ranks(work, 2)
+
     @pytest.mark.parametrize("micro_batches", [None, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_all_ranks_have_the_bytes_of_whole_micro_batches(self, micro_batches, dtype):
@@ -553,9 +569,10 @@ class TestSeveralWorkers:
     @pytest.mark.parametrize("micro_batches", [2, None])
     def test_blocks_leave_while_backward_runs_and_a_rank_may_have_none(self, micro_batches):
         """Those of the last micro-batch; without a count of micro-batches `last` says which that is."""
+        start = Net()
 
         def work(exchange):
-            module, found = Net(), []
+            module, found = copy.deepcopy(start), []
             engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=micro_batches)
             attached = attach(module, engine)
             module.embed.weight.register_hook(lambda _: found.append(set(engine._reducer.workers.started)))
@@ -576,19 +593,12 @@ class TestSeveralWorkers:
         assert first[:-1] == [set(), before, before | {"embed.weight"}]
 
 
-def test_the_loop_of_the_readme_learns_what_it_did_before(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
-
+def test_the_loop_of_the_readme_learns_what_it_did_before():
     def weights(without):
         names = {"torch": torch, "model": (model := Net()), "loss_of": lambda output, y: (output - y).square().mean()}
-        names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.05)
+        names["optimizer"], names["K"] = torch.optim.AdamW(model.parameters(), lr=0.05), 3
         names["windows"] = [[(batch(step, k), torch.zeros(())) for k in range(3)] for step in range(4)]
-        exec(compile("\n".join(line[1:] for line in lines if line[0] != without), "README.md", "exec"), names)
-        if "engine" in names:
-            names["engine"].exchange.close()
+        exec(compile(loop_of_the_readme(without), "README.md", "exec"), names)
         return [parameter.detach().numpy() for parameter in model.parameters()]
 
     for ours, theirs in zip(weights("-"), weights("+"), strict=True):

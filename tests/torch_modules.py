@@ -1,6 +1,8 @@
 """Small modules of torch with gradients, and what torch in fp64 makes of them: for the tests of `gradengine.torch`."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,13 @@ has_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), rea
 needs_distributed = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch has no torch.distributed"
 )
+
+
+def loop_of_the_readme(without):
+    """The lines of its diff, without those that begin with a sign."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
+    return "\n".join(line[1:] for line in lines if line[0] != without)
 
 
 def bits(tensor):

@@ -243,7 +243,7 @@ class StepState:
         """Raise `WindowError` for a step whose gradients nobody would take, or that lacks its hooks' gradients."""
         if self.hooks is not None and self.hooks.alive:
             raise _attached.error(facts())
-        if self.hooks is not None and self.now is State.EMPTY:
+        if self.now is State.EMPTY:
             raise _gone.error(facts())
 
     def enter(self, happening: Call | Event) -> None:

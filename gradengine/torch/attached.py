@@ -22,6 +22,7 @@ from gradengine.layout.components import trainable
 from gradengine.micro_batch import MicroBatch
 from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
+from gradengine.torch.weights import refuse_other_weights
 
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
@@ -156,7 +157,8 @@ class Attached(AbstractContextManager["Attached"]):
         Raises:
             LayoutMismatch: A parameter was replaced, or requires gradients and did not when the hooks were made.
             CallerError: The scaler has scaled no loss; the engine's `on_non_finite` is another than `scaler` needs; the
-                hooks were removed; or torch.distributed has several ranks, and the engine has no exchange.
+                hooks were removed; torch.distributed has several ranks, and the engine has no exchange; or, in step 0,
+                the parameters of two ranks differ.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -168,6 +170,8 @@ class Attached(AbstractContextManager["Attached"]):
         self._refuse_lone_rank()
         self._refuse_other_parameters()
         self._drop_unfinished()
+        if self._engine.world_size > 1 and self._engine.current_step == 0:
+            refuse_other_weights(self._engine, self._parameters)
         used = scaler if scaler is not None and _is_enabled(scaler) else None
         loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
         with self._on_torchs_stream():
