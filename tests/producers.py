@@ -118,6 +118,15 @@ class Producer:
         return Export(managed, self.name, self.freed, array, shape, strides).capsule()
 
 
+class OlderTorch(Producer):
+    """A tensor of a torch whose capsules have no version."""
+
+    __module__ = "torch._tensor"
+
+    def __init__(self, array, **fields):
+        super().__init__(array, versioned=False, old_signature=True, **fields)
+
+
 class NumPyProducer:
     """NumPy's own capsules, handed over as another framework's."""
 

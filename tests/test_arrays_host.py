@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import strategies as draw
-from producers import NumPyProducer, Producer
+from producers import NumPyProducer, OlderTorch, Producer
 
 from gradengine.arrays.buffer import RawBuffer, refuse_invalid_address
 from gradengine.arrays.host import host_buffer, in_c_order
@@ -36,6 +36,9 @@ WAYS = {
     "page-locked": lambda array: Producer(array, device=(3, 0)),
     "page-locked for AMD": lambda array: Producer(array, device=(11, 0)),
 }
+UNVERSIONED = {"unversioned", "old-signature"}
+if np.lib.NumpyVersion(np.__version__) < "2.1.0":
+    UNVERSIONED.add("numpy by DLPack")
 
 
 class TestZeroCopy:
@@ -43,7 +46,8 @@ class TestZeroCopy:
     def test_the_same_memory_by_every_way_in_every_dtype_and_shape(self, way):
         for dtype, shape in itertools.product(draw.DTYPES, [(3, 5), (), (1,), (0,), (3, 0, 2), (2, 1, 3)]):
             array = draw.random_array(0, shape, dtype)
-            view = writable_host_buffer(WAYS[way](array), "w")
+            view = host_buffer(WAYS[way](array), "w")
+            assert view.writable is (way not in UNVERSIONED)
             assert view.pointer == array.ctypes.data or not view.size
             assert (view.dtype, view.size, view.nbytes) == (dtype, array.size, array.nbytes)
             assert view.shape in {shape, (view.size,)}  # a raw pointer has no shape but its size
@@ -59,6 +63,10 @@ class TestZeroCopy:
         array = np.ones(3, np.float32)
         array.flags.writeable = False
         assert host_buffer(NumPyProducer(array), "w").writable is False
+
+    def test_torchs_older_capsules_can_be_written_also_those_of_its_subclasses(self):
+        for kind in (OlderTorch, type("Own", (OlderTorch,), {"__module__": "own"})):
+            assert writable_host_buffer(kind(ARRAY), "w").writable
 
     def test_byte_offset_is_added(self):
         array = np.arange(8, dtype=np.float32)
@@ -101,6 +109,7 @@ class TestZeroCopy:
             raw(array, writable=False),
             Producer(array, flags=1),
             Producer(array, flags=2),  # a copy for the export, whose producer would never see what is written
+            *(Producer(array, versioned=False, old_signature=is_old) for is_old in (False, True)),  # TensorFlow's
             np.float32(1),
         ):
             view = host_buffer(source, "w")

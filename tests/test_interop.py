@@ -12,7 +12,7 @@ import pytest
 import strategies as draw
 from backends import available, runnable
 from devices import on_host
-from producers import Producer
+from producers import OlderTorch, Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.errors import BufferRefused
@@ -100,11 +100,11 @@ class JaxOnAGpu(Jax):
 class Capsules(NumPy):
     """A producer made by hand."""
 
-    def __init__(self, **options):
-        self.options = options
+    def __init__(self, kind):
+        self.kind = kind
 
     def put(self, array):
-        return Producer(array.copy(), **self.options)
+        return self.kind(array.copy())
 
     def get(self, array):
         return array.array
@@ -129,8 +129,8 @@ FRAMEWORKS = {
     "numpy": NumPy,
     "torch": Torch,
     "jax": Jax,
-    "versioned DLPack": Capsules,
-    "older DLPack": lambda: Capsules(versioned=False, old_signature=True),
+    "versioned DLPack": lambda: Capsules(Producer),
+    "older torch": lambda: Capsules(OlderTorch),
     "raw pointers": Pointers,
     "torch-cupy": TorchOnAGpu,
     "jax-cupy": JaxOnAGpu,

@@ -154,6 +154,9 @@ class TestFrameworks:
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         assert ROW.extract_shard(producer).tolist() == whole[:2].tolist()
         assert taken == [producer]
+        for fields in ({"versioned": False}, {"flags": 1}):
+            with pytest.raises(BufferRefused, match="cannot be written to"):
+                ROW.merge_shards(halves(whole), out=Producer(whole, device=(2, 0), **fields))
         monkeypatch.setitem(sys.modules, "cupy", None)
         with pytest.raises(BufferRefused, match=r"cannot be read by DLPack .*cupy"):
             ROW.extract_shard(producer)

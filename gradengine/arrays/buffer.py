@@ -205,7 +205,7 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
             f"destination '{component}' is read-only",
             got=type(destination).__name__,
             expected="writable memory",
-            do="pass a writable array (JAX's are immutable); without out= the step hands back in the engine's arena",
+            do="pass a writable array (JAX's arrays, and those by DLPack before 1.0, are taken for read-only)",
         )
 
 

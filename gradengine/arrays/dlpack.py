@@ -19,6 +19,7 @@ _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by 
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
 _READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # writes to a copy would not reach its producer
+_WRITABLE = {"torch", "cupy"}  # whose arrays can all be written
 MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that claims more would have us read beyond its shape
 
 
@@ -55,6 +56,8 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
     """
     capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
     tensor, writable = _tensor_in(capsule, component)
+    if writable is None:
+        writable = any(kind.__module__.partition(".")[0] in _WRITABLE for kind in type(source).__mro__)
     dimensions = tensor.ndim
     if not 0 <= dimensions <= MAX_DIMENSIONS or (dimensions and not tensor.shape):
         raise BufferRefused(
@@ -128,10 +131,11 @@ def _cannot_export(source: object, component: str, refusal: Exception) -> Buffer
     )
 
 
-def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool]:
+def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool | None]:
+    """The tensor, and whether it may be written: None if the capsule is older than DLPack 1.0 and cannot say so."""
     name = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else type(capsule).__name__
-    if name == b"dltensor":  # before 1.0 there was no read-only flag: writable is what every consumer assumed
-        return _DLTensor.from_address(_capsule_pointer(capsule, name)), True
+    if name == b"dltensor":
+        return _DLTensor.from_address(_capsule_pointer(capsule, name)), None
     if name == b"dltensor_versioned":
         versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
         if versioned.major == 1:

@@ -300,7 +300,10 @@ def joined_by_jax(arrays: Sequence[AnyArray], dimension: int) -> AnyArray:
 def as_writable(out: AnyArray, what: str) -> AnyArray:
     """The array, to whose slices values can be assigned; raises `BufferRefused` if it is immutable or read-only."""
     whole = as_sliceable(out, what)
-    if is_jax(out) or not getattr(getattr(whole, "flags", None), "writeable", True):
+    is_read_only = not getattr(getattr(whole, "flags", None), "writeable", True)
+    if not is_read_only and whole is not out and not is_torch(out):
+        is_read_only = not exported(out, what).writable  # CuPy's views are writable whatever the capsule says
+    if is_jax(out) or is_read_only:
         raise BufferRefused(f"{what} cannot be written to", got=f"a read-only {type(out).__name__}")
     return whole
 
