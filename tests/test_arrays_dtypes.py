@@ -75,9 +75,10 @@ class TestTinygrad:
             ("dtypes.bfloat16", "__bf16", "bfloat16"),
             ("dtypes.double", "of C", None),
             ("dtypes.int", "of C", None),
+            ("paddle.bfloat16", "BFLOAT16", "bfloat16"),
         ],
     )
-    def test_its_dtypes_go_by_their_names_in_python(self, text, name, ours):
+    def test_its_dtypes_and_paddles_go_by_their_names_in_python(self, text, name, ours):
         dtype = TinygradDType(text, name)
         assert supported_name(dtype) == ours
         tensor = TinygradTensor(np.ones((2, 3), np.float32), dtype)

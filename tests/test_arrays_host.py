@@ -33,6 +33,7 @@ WAYS = {
     "unversioned": lambda array: Producer(array, versioned=False),
     "old-signature": lambda array: Producer(array, versioned=False, old_signature=True),
     "no-strides": lambda array: Producer(array, strides=None),
+    "paddle": lambda array: Producer(array, claims=(1, None)),
     "page-locked": lambda array: Producer(array, device=(3, 0)),
     "page-locked for AMD": lambda array: Producer(array, device=(11, 0)),
 }
@@ -200,7 +201,7 @@ REFUSED = [
     (Producer(ARRAY, byte_offset=2**64 - 4), "got pointer 0x1"),
     (Producer(np.empty(1, np.float32), lengths=(2**61,)), "valid address"),
     *((saying("__dlpack__", capsule), "DLPack capsule: got") for capsule in (None, 3, "dltensor", object())),
-    *((saying("__dlpack_device__", at), r"\(\w+Error: .*got Odd") for at in (("cpu", 0), (1, None), (1,), 1, None)),
+    *((saying("__dlpack_device__", at), r"\(\w+Error: .*got Odd") for at in (("cpu", 0), (2, None), (1,), 1, None)),
     *(
         (saying("__dlpack__", kind("not exportable")), rf"\({kind.__name__}: '?not exportable'?\)")
         for kind in (BufferError, RuntimeError, NotImplementedError, ValueError, TypeError, KeyError, OSError)

@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import pickle
 import re
+import sys
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -235,6 +237,15 @@ class TestOf:
     def test_arrays_whose_gradients_cannot_be_taken_are_refused_by_name_and_dtype(self, dtype):
         with pytest.raises(BufferRefused, match=rf"'a.w' .*{np.dtype(dtype).name}"):
             GradientLayout.of({"a": {"w": np.zeros(2, dtype)}})
+
+    @pytest.mark.parametrize("torch", [None, SimpleNamespace(Tensor=str)], ids=["absent", "here"])
+    def test_another_frameworks_module_is_refused_and_its_parameters_by_name_are_taken(self, monkeypatch, torch):
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        weight = SimpleNamespace(shape=[2, 3], dtype="paddle.float32", requires_grad=True)
+        layer = SimpleNamespace(named_parameters=lambda: iter([("layers.0.w", weight)]))
+        with pytest.raises(CallerError, match=r"torch.* dict\(module.named_parameters\(\)\)"):
+            GradientLayout.of(layer)
+        assert GradientLayout.of(dict(layer.named_parameters())) == GradientLayout.of({"layers.0.w": (2, 3)})
 
     def test_what_is_looked_up_and_not_there(self):
         with pytest.raises(LayoutMismatch, match=r"'blocks.0.w_q', .*\.\.\.") as caught:

@@ -46,7 +46,8 @@ def exporting_device(source: Any, component: str) -> str:
 def dlpack_device(source: Any) -> str:
     """The device of a DLPack producer, as `exporting_device`; raises the producer's own errors unchanged."""
     device_type, ordinal = source.__dlpack_device__()
-    return _device_name(int(device_type), int(ordinal))
+    is_unnumbered = ordinal is None and int(device_type) in _HOST_DEVICES  # Paddle's, of which there is one
+    return _device_name(int(device_type), 0 if is_unnumbered else int(ordinal))
 
 
 def exported(source: Any, component: str, stream: int | None = None) -> Exported:

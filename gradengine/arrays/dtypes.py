@@ -14,7 +14,7 @@ import numpy as np
 from gradengine.arguments import as_text, has
 from gradengine.errors import BufferRefused
 
-_MODULES_OF_DTYPES = ("torch.", "mlx.core.")
+_MODULES_OF_DTYPES = ("torch.", "mlx.core.", "paddle.")
 _TINYGRAD = {"dtypes.float": "float32", "dtypes.half": "float16", "dtypes.double": "float64"}  # C's names; else as ours
 
 
@@ -49,8 +49,9 @@ def dtype_name(dtype: Any) -> str:
     text = as_text(dtype)
     if text.startswith("dtypes."):
         return _TINYGRAD.get(text, text.removeprefix("dtypes."))
-    name = as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
-    return name.rpartition(".")[2] if name.startswith(_MODULES_OF_DTYPES) else name
+    if text.startswith(_MODULES_OF_DTYPES):  # Paddle's `name` is in capitals
+        return text.rpartition(".")[2]
+    return as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
 
 
 @functools.lru_cache(maxsize=32)  # NumPy's own .name takes 0.5 us

@@ -282,7 +282,7 @@ def copied(array: AnyArray) -> AnyArray:
     """A contiguous copy."""
     if is_torch(array):
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return array.copy()
+    return array.copy() if has(array, "copy") else array.clone()  # Paddle
 
 
 def empty_like(array: AnyArray, shape: tuple[int, ...]) -> AnyArray:

@@ -117,17 +117,17 @@ def memory_order(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    if has(module, "named_parameters"):
-        yield from module.named_parameters()
-        return
-    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", ())
+    torch: Any = sys.modules.get("torch")
+    is_holder, expected = has(module, "named_parameters"), "torch.nn.Module, or a list of its parameters"
     is_other = isinstance(module, (str, bytes, Mapping)) or has(module, "shape")  # an array's rows are no parameters
     is_list = isinstance(module, Iterable) and not is_other
-    for position, parameter in enumerate(module if is_list else [None]):
+    kind = getattr(torch, "Tensor", ()) if is_holder else getattr(getattr(torch, "nn", None), "Parameter", ())
+    do = "of another framework pass dict(module.named_parameters()) to GradientLayout.of" if is_holder else None
+    pairs = module.named_parameters() if is_holder else enumerate(module if is_list else [None])
+    for name, parameter in pairs:
         if not isinstance(parameter, kind):
-            expected = "torch.nn.Module, or a list of its parameters"
-            raise CallerError("not a torch module", got=type(module).__name__, expected=expected)
-        yield str(position), parameter
+            raise CallerError("not a torch module", got=type(module).__name__, expected=expected, do=do)
+        yield str(name), parameter
 
 
 def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Any]]:

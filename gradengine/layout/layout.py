@@ -108,7 +108,7 @@ class GradientLayout:
             LayoutMismatch: A repeated name, a negative or fractional dimension, an unknown partition, a partition of an
                 unknown component, a component without a partition if `tp_size` > 1, a lazy parameter, or no component.
             BufferRefused: An array or a parameter whose gradients are not supported: float64, complex, sparse, DTensor.
-            CallerError: The rank is out of range, or partitions are given without `tp_size`.
+            CallerError: The rank is out of range, partitions are given without `tp_size`, or a module is not torch's.
 
         Example:
             >>> [slot.name for slot in GradientLayout.of({"encoder": [{"w": (2,)}], "head": (1,)}).slots]
