@@ -71,7 +71,8 @@ class OverTorch:
         return torch_group.meeting_by_torch(part, timeout=timeout).link(timeout)
 
     def connect(self, part=None, **options):
-        return connect(process_group=part or self.torch.distributed.group.WORLD, **options)
+        with self.torch.device("meta"):  # a user's default device is not gloo's
+            return connect(process_group=part or self.torch.distributed.group.WORLD, **options)
 
     def half(self):
         # In another order than torch's own.

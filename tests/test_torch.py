@@ -82,7 +82,8 @@ class TestClip:
     def test_fp32_norm_and_gradients_are_torchs_within_1e_6(self, shapes, seed, max_norm, foreach, given_as):
         ours, theirs = (random_parameters(seed, shapes) for _ in range(2))
         without = torch.nn.Parameter(torch.ones(3))
-        norm = clip_grad_norm_(given_as([without, *ours]), max_norm, foreach=foreach)
+        with torch.device("meta"):  # a user's default device is not the gradients'
+            norm = clip_grad_norm_(given_as([without, *ours]), max_norm, foreach=foreach)
         expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
         assert (norm.dtype, norm.shape, norm.device) == (torch.float32, (), expected.device)
         assert float(norm) == pytest.approx(float(expected), rel=1e-6, abs=1e-30)

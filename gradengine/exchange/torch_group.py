@@ -99,7 +99,7 @@ def _place(process_group: Any) -> tuple[Any, list[int], int]:
 def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
     """Every rank's bytes, without the zeros at the end, in the order of `ranks`, which is not gloo's."""
     torch = sys.modules["torch"]
-    parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8)
+    parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8, device="cpu")
     own = torch.from_numpy(np.frombuffer(told.ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
     torch.distributed.all_gather([*parts], own, group=gloo)
     return [parts[sorted(ranks).index(rank)].numpy().tobytes().rstrip(b"\0") for rank in ranks]

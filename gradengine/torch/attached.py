@@ -421,7 +421,7 @@ def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
 
 def _tell(scaler: Any, device: torch.device, *, is_skipped: bool) -> None:
     """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
-    verdict = torch.zeros(1, device=device, requires_grad=True)
+    verdict = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
     stand_in = torch.optim.SGD([verdict], lr=0.0)
     scaler.unscale_(stand_in)

@@ -67,7 +67,7 @@ def clip_grad_norm_(
     bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)
     gradients = _gradients_by_position(parameters)
     if not gradients:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     norm = _clip(gradients, bound)
     if must_be_finite and not torch.isfinite(norm):
         raise _first_non_finite(gradients)

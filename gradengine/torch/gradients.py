@@ -246,7 +246,7 @@ def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name:
 def as_tensor(number: Any) -> torch.Tensor:
     """A scalar of a result as a 0-d tensor, on a GPU without a copy or a wait."""
     if device_of(number) == "cpu":
-        return torch.tensor(float(number), dtype=torch.float64)
+        return torch.tensor(float(number), dtype=torch.float64, device="cpu")
     return from_dlpack(number)
 
 
