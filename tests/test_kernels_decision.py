@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradengine.errors import WindowError
 from gradengine.kernels import ClipPlan, decide
-from gradengine.kernels.decision import clip_scale, refuse_bad_divisor, sum_in_order
+from gradengine.kernels.decision import _rows, clip_scale, refuse_bad_divisor, sum_in_order
 
 NAN, INF = math.nan, math.inf
 SMALLEST = math.ulp(0.0)
@@ -176,3 +176,23 @@ def test_members_of_blocks(blocks):
     assert plan.members == [list(range(len(blocks)))]
     found = {target: block for block, members in enumerate(plan.block_members) for target in members}
     assert found == {target: block for target, block in enumerate(blocks) if block is not None}
+
+
+class Counted(list):
+    """A segment that counts how often its length is asked."""
+
+    asked = 0
+
+    def __len__(self):
+        Counted.asked += 1
+        return super().__len__()
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60))
+@example([1] * 2000)
+def test_segments_become_rows_at_most_twice_as_large_in_a_time_that_grows_with_their_number(sizes):
+    segments, Counted.asked = [Counted(range(size)) for size in sizes], 0
+    matrices = _rows(segments)
+    assert Counted.asked <= 10 * len(sizes)
+    assert [[member for member in row if member >= 0] for matrix in matrices for row in matrix.tolist()] == segments
+    assert sum(matrix.size for matrix in matrices) <= 2 * sum(sizes) + len(sizes)

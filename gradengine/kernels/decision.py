@@ -57,13 +57,13 @@ def _collected(labels: Sequence[int | None], count: int) -> list[list[int]]:
 def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
     """Matrices of consecutive segments, each at most twice as large as what is in it."""
     found: list[list[Sequence[int]]] = []
+    width = members = 0  # of the last matrix
     for segment in segments:
-        rows = found[-1] if found else []
-        width = max([len(segment), *map(len, rows)])
-        if not rows or width * (len(rows) + 1) > 2 * (len(segment) + sum(map(len, rows))):
-            rows = []
-            found.append(rows)
-        rows.append(segment)
+        width, members = max(width, len(segment)), members + len(segment)
+        if not found or width * (len(found[-1]) + 1) > 2 * members:
+            found.append([])
+            width = members = len(segment)
+        found[-1].append(segment)
     matrices = [np.full((len(rows), max(1, *map(len, rows))), -1, np.intp) for rows in found]
     for matrix, rows in zip(matrices, found, strict=True):
         for row, segment in zip(matrix, rows, strict=True):
