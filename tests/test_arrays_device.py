@@ -80,6 +80,7 @@ WAYS = {
     "CUDA array interface": lambda device, array: Interface(array),
     "CUDA array interface with strides": lambda device, array: Interface(array, strides=array.strides),
 }
+UNVERSIONED = {"DLPack", "DLPack before 1.0", "unversioned capsule"}  # which are taken for read-only
 
 
 class TestZeroCopy:
@@ -95,9 +96,9 @@ class TestZeroCopy:
                 view = device.kernels.device.view(WAYS[way](device, array), "w")
             assert (view.pointer, view.dtype, view.size) == (array.data.ptr, dtype, math.prod(shape))
             assert view.shape in {shape, (view.size,)}  # a raw pointer has no shape but its size
-            assert (view.writable, view.device) == (True, device.kernels.device.name)
+            assert (view.writable, view.device) == (way not in UNVERSIONED, device.kernels.device.name)
 
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("way", sorted(WAYS.keys() - UNVERSIONED))
     def test_a_step_reads_and_writes_there(self, device, way):
         values = values_of(0, "float16")
         sources = put_all(device, values)
