@@ -509,6 +509,20 @@ class TestJax:
             assert all_are(engine.step().gradients.values(), 3)
             assert [len(array.asked) for array in given[0]] == [window] * 2
 
+    def test_of_a_replicated_one_the_copy_on_the_engines_device_is_read(self, emulated, given):
+        near, far = JaxArray.sharding.device_set, {type("Device", (), {"platform": "gpu", "local_hardware_id": 1})()}
+        far_array, whole_array = (
+            type("Of", (JaxArray,), {"sharding": type("sharding", (), {"device_set": on}), "is_fully_replicated": True})
+            for on in (far, near | far)
+        )
+        wholes = [whole_array(array) for array in given[1]]
+        for whole, copy, array in zip(wholes, *given, strict=True):
+            whole.addressable_shards = [types.SimpleNamespace(data=data) for data in (far_array(array), copy)]
+        engine = new_engine(emulated)
+        engine.add(wholes)
+        assert all_are(engine.step().gradients.values(), 3)
+        assert [len(array.asked) for array in (*wholes, *given[0])] == [0, 0, 1, 1]
+
     def test_is_no_destination(self, emulated, given):
         engine = new_engine(emulated)
         engine.add(filled(emulated, 1))

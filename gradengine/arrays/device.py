@@ -30,6 +30,7 @@ from gradengine.arrays.frameworks import (
     dlpack_view,
     is_jax,
     is_torch,
+    jax_copy,
     jax_device,
     torch_buffer,
     torch_device,
@@ -115,6 +116,8 @@ def _number_of(source: Any, what: str, device: str, array_type: Any, stream: int
             f"{what} is a JAX array, which a CUDA graph cannot capture: it is immutable",
             do="capture with an array of CuPy or torch, and write to it before each replay",
         )
+    if is_jax(source):
+        source = jax_copy(source, what, device)
     tensor = dlpack_export(source, what, (device, device.replace("cuda", "cuda_managed")), stream)
     number = DeviceNumber(tensor.pointer, tensor.dtype, source, frozenset([UnknownStream()]), tensor.owner)
     return number, math.prod(tensor.shape)
@@ -136,6 +139,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
         return raw_view(source, component, device, producer)
     if has(source, "__dlpack__"):
         if is_jax(source):
+            source = jax_copy(source, component, device)
             refuse_other_device(jax_device(source, component), component, (device,))
             if stream == -1:
                 what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"

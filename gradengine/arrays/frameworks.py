@@ -190,7 +190,7 @@ def torch_device(tensor: Any) -> str:
 
 
 def jax_on_host(array: Any, component: str) -> Array:
-    """A JAX array on the CPU as a read-only NumPy array of the same memory; waits until it is computed."""
+    """A JAX array on the CPU, from `jax_copy`, as a read-only NumPy array; waits until it is computed."""
     refuse_other_device(jax_device(array, component), component)
     if not isinstance(array.dtype, np.dtype):  # a key of JAX's random numbers, of which older JAX makes objects
         raise unsupported_dtype(component, str(array.dtype))
@@ -199,7 +199,15 @@ def jax_on_host(array: Any, component: str) -> Array:
 
 
 def jax_device(array: Any, component: str) -> str:
-    """The device of a JAX array, "cpu", "cuda:0", ...; raises `BufferRefused` if it is traced, deleted or sharded."""
+    """The device of a JAX array, "cpu", "cuda:0", ..., the first of a replicated one; raises as `jax_copy`."""
+    return _jax_devices(jax_copy(array, component).sharding)[0]
+
+
+def jax_copy(array: Any, component: str, device: str = "cpu") -> Any:
+    """The JAX array; of one that is replicated over several devices its copy on `device`, or else its first one here.
+
+    Raises `BufferRefused` if the array is traced, deleted or sharded.
+    """
     if isinstance(array, sys.modules["jax"].core.Tracer):
         what = f"component '{component}' is traced by JAX and has no memory yet"
         raise BufferRefused(what, got=type(array).__name__, do="pass what the jitted function returns, outside of it")
@@ -207,11 +215,14 @@ def jax_device(array: Any, component: str) -> str:
         got, do = f"{array.dtype}{list(array.shape)}", "do not donate gradients that are still to be added"
         raise BufferRefused(f"component '{component}' was deleted by JAX", got=got, do=do)
     devices = _jax_devices(array.sharding)
-    if len(devices) > 1:
+    if len(devices) == 1:
+        return array
+    copies = [shard.data for shard in array.addressable_shards] if array.is_fully_replicated else []
+    if not copies:
         what, got = f"component '{component}' is sharded over several devices", f"{len(devices)} devices"
         do = "pass each device's shard, for example array.addressable_shards[i].data"
-        raise BufferRefused(what, got=got, expected="one device", do=do)
-    return devices[0]
+        raise BufferRefused(what, got=got, expected="one device, or a copy on each", do=do)
+    return next((copy for copy in copies if _jax_devices(copy.sharding)[0] == device), copies[0])
 
 
 @functools.lru_cache(maxsize=64)  # 0.5 us an array otherwise, and a process has few

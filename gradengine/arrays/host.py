@@ -29,6 +29,7 @@ from gradengine.arrays.frameworks import (
     dlpack_view,
     is_jax,
     is_torch,
+    jax_copy,
     jax_on_host,
     torch_buffer,
     torch_form,
@@ -59,7 +60,7 @@ def host_buffer(source: object, component: str) -> Buffer:
     if isinstance(source, RawBuffer):
         return _with_elements(raw_view(source, component, "cpu"))
     if is_jax(source):
-        array: Any = source
+        array = jax_copy(source, component)
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
     if has(source, "__dlpack__"):
         return _with_elements(dlpack_view(source, component, ("cpu",)))

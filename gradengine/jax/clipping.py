@@ -24,7 +24,7 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
     multiplied once (optax divides, then multiplies); and a norm of NaN or Inf scales nothing (optax: NaN or zeros).
 
     Args:
-        tree: Arrays in fp32, fp16 or bf16, on one device. None leaves stay; an empty tree has norm 0.
+        tree: Arrays in fp32, fp16 or bf16, on one device or replicated. None leaves stay; an empty tree has norm 0.
         max_norm: The bound, above 0; None clips nothing.
 
     Returns:
