@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import struct
 import sys
 from pathlib import Path
 from typing import TypeAlias
 
 from gradengine.arguments import as_index, said
-from gradengine.errors import CallerError
-from gradengine.exchange.rendezvous import LOOPBACK
+from gradengine.errors import CallerError, HandshakeRefused
+from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
 
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 
 RETRY_SECONDS = 0.05
+_LINUX_PEER = struct.Struct("iII")  # process, user, group
+_BSD_PEER = struct.Struct("IIh16I"), 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED
 
 
 def checked_address(address: Address) -> Address:
@@ -38,6 +42,40 @@ def refuse_public_address(address: Address, token: str | None) -> None:
         expected="a loopback address, or a token",
         do="give every worker the same token (token=, GRADENGINE_TOKEN or GRADENGINE_TOKEN_FILE)",
     )
+
+
+def refuse_long_path(path: str) -> None:
+    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
+    if len(os.fsencode(path)) > MOST_PATH_BYTES:
+        what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
+        raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
+
+
+def refuse_other_user(connection: socket.socket, token: str | None) -> None:
+    """Raise `HandshakeRefused` for a connection at a path with another user than root, if there is no token."""
+    if token or not _is_at_path(connection) or (user := user_at(connection)) in {0, os.geteuid()}:
+        return  # a token proves both ends
+    raise HandshakeRefused(
+        "another user is at the other end of the Unix socket",
+        got=f"user {user}",
+        expected=f"user {os.geteuid()}",
+        do="choose a folder that only you can write to, or give every rank the same token",
+    )
+
+
+def user_at(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket, as the kernel noted it."""
+    form, level, option = _BSD_PEER
+    if hasattr(socket, "SO_PEERCRED"):
+        form, level, option = _LINUX_PEER, socket.SOL_SOCKET, socket.SO_PEERCRED
+    return int(form.unpack(connection.getsockopt(level, option, form.size))[1])
+
+
+def _is_at_path(connection: socket.socket) -> bool:
+    """Whether this is a Unix socket, and one of its ends has a path; the name of an abstract one is bytes."""
+    if connection.family != socket.AF_UNIX:
+        return False
+    return any(isinstance(name, str) and name for name in (connection.getsockname(), connection.getpeername()))
 
 
 def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:

@@ -20,7 +20,6 @@ import contextlib
 import errno
 import logging
 import math
-import os
 import secrets
 import selectors
 import socket
@@ -39,6 +38,8 @@ from gradengine.exchange.addresses import (
     Address,
     checked_address,
     connect_once,
+    refuse_long_path,
+    refuse_other_user,
     shown,
     url_of,
 )
@@ -58,7 +59,7 @@ from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
 from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
-from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
+from gradengine.exchange.rendezvous import LOOPBACK
 from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
@@ -124,7 +125,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory() and is_safe
         self.shares_memory = link == "shared_memory" or is_best
         if isinstance(self._at, str) and self.world_size > 1 and not is_served:
-            _refuse_long_path(f"{self._at}.{self.world_size - 1}")
+            refuse_long_path(f"{self._at}.{self.world_size - 1}")
         self._listener: Listener | None = None
         if self.rank == 0 and not is_served:
             self._listener = Listener(self._at, token, is_beside=link != "tcp" and is_safe)
@@ -372,6 +373,7 @@ class _Joining:
             self._has_not = f"reached {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
+            refuse_other_user(connection, self._token)
             connection = self._encrypted(connection, is_called=False)
             line = Line(connection, who, self._left)
             line.called_hash = called_hash
@@ -469,6 +471,7 @@ class _Joining:
     def _answer(self, line: Line) -> None:
         message, _ = line.hear(line.awaited)
         if isinstance(message, Hello):
+            refuse_other_user(line.socket, self._token)
             line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
             line.say(Nonce(line.nonce, line.beside))
         elif isinstance(message, Proof):
@@ -570,13 +573,6 @@ class _Joining:
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
-
-
-def _refuse_long_path(path: str) -> None:
-    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
-    if len(os.fsencode(path)) > MOST_PATH_BYTES:
-        what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
-        raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
 
 
 def _refuse_other_link(link: str | None, address: Address) -> None:

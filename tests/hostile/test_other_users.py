@@ -1,11 +1,14 @@
-"""Other users of the machine: a socket at a path is this user's alone as soon as it is there, whatever the umask."""
+"""Other users of the machine: a socket at a path is this user's alone, whatever the umask and whoever bound it."""
 
 import os
+import socket
 import stat
 
 import pytest
-from test_exchange_mesh import Started
+from channel import TOKEN
+from test_exchange_mesh import Clock, Started, form, start
 
+from gradengine.errors import HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, connect
 from gradengine.exchange import addresses as addresses_module
 from gradengine.exchange.listener import Listener
@@ -36,3 +39,24 @@ def test_rank_0_a_server_and_the_other_ranks(listening, tmp_path):
     for rank in ranks:
         rank.link().close()
     assert listening[2:] == [0o600] * 3
+
+
+@pytest.mark.parametrize("end", ["calls", "is called"])
+def test_another_user_at_the_other_end_of_a_path_is_refused_on_both_ends_without_a_token(end, tmp_path, monkeypatch):
+    """As one who binds rank 0's path first, in a folder that all may write to, and lets all connect."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert addresses_module.user_at(here) == os.geteuid()
+    listener, clock = Listener(str(tmp_path / "s")), Clock()
+
+    def user_at(connection):
+        return os.geteuid() + ((connection.getsockname() == "") == (end == "calls"))
+
+    monkeypatch.setattr(addresses_module, "user_at", user_at)
+    first, second = Started(listener, 0, 2, token=None, clock=clock), Started(listener.address, 1, 2, token=None)
+    kind, told = second.error()
+    assert kind is HandshakeRefused
+    assert f"another user is at the other end of the Unix socket: got user {os.geteuid() + 1}" in told
+    clock.jump(listener.address)
+    assert first.error()[0] is PeerLost
+    form(start(Listener(str(tmp_path / "t")), 3, range(3), token=TOKEN))
