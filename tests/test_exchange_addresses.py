@@ -6,11 +6,13 @@ import contextlib
 import socket
 
 import pytest
+from channel import TOKEN
 from transports import SOON, free_port
 
 from gradengine.errors import CallerError
-from gradengine.exchange import addresses
+from gradengine.exchange import addresses, connect
 from gradengine.exchange.addresses import connect_once, listen_socket, shown
+from gradengine.exchange.rendezvous import address_of
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -69,6 +71,34 @@ def test_connection_with_itself_is_none(monkeypatch):
     monkeypatch.setattr(addresses.socket, "socket", GivenThatPort)
     with pytest.raises(OSError, match="connected to itself"):
         connect_once(address, 0.1)
+
+
+def named(monkeypatch, **numbers):
+    """Have the resolver give these addresses for these names."""
+    real = socket.getaddrinfo
+
+    def found(host, *arguments, **options):
+        return [each for number in numbers.get(host, [host]) for each in real(number, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 on this platform")
+@pytest.mark.parametrize("numbers", [["::1"], ["::1", "127.0.0.1"], ["127.0.0.1", "::1"]])
+def test_ranks_join_by_a_name_whatever_addresses_it_has(monkeypatch, numbers):
+    named(monkeypatch, six=numbers)
+    with connect("tcp://six:0", 0, 2, token=TOKEN) as exchange:
+        port = address_of(exchange.url)[1]
+        with contextlib.closing(connect_once(("six", port), SOON)) as connection:
+            assert connection.getpeername()[0] == ("::1" if len(numbers) == 1 else "127.0.0.1")
+    for there in ("::1", "127.0.0.1"):
+        with contextlib.closing(listen_socket((there, 0))) as listener:
+            port = listener.getsockname()[1]
+            if there in numbers:
+                connect_once(("six", port), SOON).close()
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    connect_once(("six", port), SOON)
 
 
 @pytest.mark.parametrize(

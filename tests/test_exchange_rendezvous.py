@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_exchange_addresses import named
 from test_exchange_environment import ALL, SEEN
 from transports import SMALL, Worker, bound, contributions, free_port, leave_together, on_all, rank_order_sum
 
@@ -292,7 +293,7 @@ def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(enviro
     connect().close()
 
 
-def unknown(host):
+def unknown(*_, **__):
     raise socket.gaierror(-2, "Name or service not known")
 
 
@@ -301,17 +302,18 @@ def test_a_first_host_that_is_not_this_one_is_told_by_rank_0(environment, host):
     taken_port(environment, host)
     environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
     if host == "no-such-host":
-        environment.setattr("socket.gethostbyname", unknown)
+        environment.setattr("socket.getaddrinfo", unknown)
     with pytest.raises(CallerError, match=r"cannot listen at .*MASTER_ADDR"):
         connect()
 
 
-def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_too(environment):
+@pytest.mark.parametrize("number", ["127.0.1.1", "::1"])
+def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_too(environment, number):
     taken_port(environment, "node3")
     environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
-    environment.setattr("socket.gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
+    named(environment, node3=[number])
     with connect() as exchange:
-        assert exchange.url.startswith("tcp://0.0.0.0:2")
+        assert exchange.url.startswith("tcp://[::]:2" if socket.has_dualstack_ipv6() else "tcp://0.0.0.0:2")
     environment.setenv("RANK", "1")
     with connect() as exchange:
         assert exchange.url.startswith("tcp://node3:2")

@@ -8,11 +8,11 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gradengine.arguments import as_index, said
 from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES
+from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, places_of
 
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 
@@ -80,45 +80,62 @@ def _is_at_path(connection: socket.socket) -> bool:
 
 def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:
     """A listening socket, on request for this user alone; raises `CallerError` if the address cannot be bound."""
-    family = _family(address)
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if isinstance(address, str):
-            _remove_stale(address)
-        if family != socket.AF_UNIX:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        if is_private and isinstance(address, str):
-            Path(address).chmod(0o600)  # before any other user can connect
-        listener.listen(128)
+        return _listening(*_places(address)[0], is_private=is_private)
     except (TypeError, ValueError) as fault:
-        listener.close()
         raise _no_address(address, fault) from None
     except OSError as fault:
-        listener.close()
         raise CallerError(
             f"cannot listen at {shown(address)} ({fault.strerror or fault})",
             do="another process may use it: choose another port, or port 0 for any free one"
             if fault.errno == errno.EADDRINUSE
             else "check the host or path",
         ) from None
+
+
+def connect_once(address: Address, timeout: float) -> socket.socket:
+    """A connection to an address; raises `OSError` if no process listens, `CallerError` if it is not an address.
+
+    Each of the places that a host's name stands for gets its part of the timeout; the error is that of the first.
+    """
+    try:
+        places, failure = _places(address), None
+        for place in places:
+            try:
+                return _connected(*place, timeout / len(places))
+            except OSError as fault:  # noqa: PERF203  (the next place is tried)
+                failure = failure or fault
+    except (TypeError, ValueError) as fault:
+        raise _no_address(address, fault) from None
+    raise failure or OSError("the name has no address")
+
+
+def _listening(family: socket.AddressFamily, place: Any, *, is_private: bool) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if isinstance(place, str):
+            _remove_stale(place)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and place[0] == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too, whatever the system's default
+        listener.bind(place)
+        if is_private and isinstance(place, str):
+            Path(place).chmod(0o600)  # before any other user can connect
+        listener.listen(128)
     except BaseException:
-        listener.close()  # interrupted
+        listener.close()
         raise
     return listener
 
 
-def connect_once(address: Address, timeout: float) -> socket.socket:
-    """A connection to an address; raises `OSError` if no process listens, `CallerError` if it is not an address."""
-    connection = socket.socket(_family(address), socket.SOCK_STREAM)
+def _connected(family: socket.AddressFamily, place: Any, timeout: float) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
-        connection.connect(address)
+        connection.connect(place)
         if connection.getsockname() == connection.getpeername():
             raise OSError("connected to itself")  # noqa: TRY301  (our own port: a TCP self-connect)
-    except (TypeError, ValueError) as fault:
-        connection.close()
-        raise _no_address(address, fault) from None
     except BaseException:
         connection.close()
         raise
@@ -156,8 +173,8 @@ def _remove_stale(path: str) -> None:
             return  # bind gives the error
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    """The address family; raises an error on a system without Unix sockets and `sendmsg`, as Windows."""
+def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
+    """The families and addresses of sockets; raises an error on a system without POSIX sockets, as Windows."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
         raise CallerError(
             f"no exchange over {url_of(address)}: this system's sockets are not POSIX",
@@ -165,6 +182,4 @@ def _family(address: Address) -> socket.AddressFamily:
             expected="Linux or macOS",
             do="use WSL on Windows; threads of one process need no sockets: local_group",
         )
-    if isinstance(address, str):
-        return socket.AF_UNIX
-    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    return [(socket.AF_UNIX, address)] if isinstance(address, str) else [*places_of(*address)]

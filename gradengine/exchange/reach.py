@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.addresses import Address
-from gradengine.exchange.rendezvous import LOOPBACK, address_of
+from gradengine.exchange.rendezvous import address_of, everywhere, is_loopback
 from gradengine.unpacking import unpack
 
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
@@ -24,9 +24,9 @@ def own_host(called: str, host: str) -> str:
     It listens everywhere if rank 0's name, which other machines may know, means loopback on this one, as Debian's
     /etc/hosts has it: then this rank is on rank 0's host, and ranks elsewhere find it at rank 0's address.
     """
-    if not _is_loopback(host) or _is_loopback(called):
+    if not is_loopback(host) or is_loopback(called):
         return host
-    return "::" if ":" in host else "0.0.0.0"  # noqa: S104  (beyond loopback a listener has a token)
+    return everywhere().strip("[]")
 
 
 def addresses_of(packed: bytes, count: int, host_of_rank_0: str) -> list[Address]:
@@ -38,14 +38,10 @@ def addresses_of(packed: bytes, count: int, host_of_rank_0: str) -> list[Address
     return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
 
 
-def _is_loopback(host: str) -> bool:
-    return host in LOOPBACK or host.startswith("127.")
-
-
 def refuse_out_of_reach(urls: list[str]) -> None:
     """Raise `HandshakeRefused` if some ranks, not all, called from loopback: other machines cannot reach them."""
     hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := address_told(url), str)}
-    near = [rank for rank, host in hosts.items() if _is_loopback(host)]
+    near = [rank for rank, host in hosts.items() if is_loopback(host)]
     far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
     if near and far:
         what = f"rank {far[0]} cannot reach rank {near[0]}, which called rank 0 from loopback"

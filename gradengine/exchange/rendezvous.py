@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 from urllib.parse import urlsplit
 
 from gradengine.arguments import as_index, said
@@ -43,6 +43,25 @@ class Joining(NamedTuple):
     rank: int
     world_size: int
     token: str | None
+
+
+def places_of(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Return where a host's sockets are: each address family with what `bind` and `connect` take, IPv4 first.
+
+    Ranks that listen take the first place, and ranks that call try all of them.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({(each[0], each[4]): None for each in found}, key=lambda place: place[0] != socket.AF_INET)
+
+
+def everywhere() -> str:
+    """Return the host, as in a URL, that means all interfaces, of IPv4 and IPv6; a listener there needs a token."""
+    return "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reachable from this machine alone."""
+    return host in LOOPBACK or host.startswith("127.")
 
 
 def is_over_mpi(url: object) -> bool:
@@ -249,15 +268,15 @@ def _own_host(address: Fact) -> str:
     """The host at which rank 0 listens: its own, or everywhere if that means loopback, as in Debian's /etc/hosts."""
     parts = urlsplit(address.value)
     host = parts.hostname or ""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        number = host if ":" in host else socket.gethostbyname(host)
+        family, place = places_of(host, parts.port or 0)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((number, parts.port))
+            probe.bind(place)
     except (OSError, UnicodeError) as fault:  # of a name with an empty part, or too long a one
         reason = getattr(fault, "strerror", None) or fault
         what = f"rank 0 cannot listen at {host}:{parts.port} ({reason}), made of {address.source}"
         raise CallerError(what, do=_DO) from None
-    is_hidden = number.startswith("127.") and host not in {number, *LOOPBACK}
-    return "0.0.0.0" if is_hidden else f"[{host}]" if ":" in host else host  # noqa: S104  (it has a token)
+    number = str(place[0])
+    is_hidden = is_loopback(number) and host not in {number, *LOOPBACK}
+    return everywhere() if is_hidden else f"[{host}]" if ":" in host else host
