@@ -48,7 +48,8 @@ def env(
 
 def _facts(environment: Mapping[str, str]) -> Facts:
     """Every fact, but not the token's text; raises `CallerError` where `connect()` would."""
-    address, token, job = read_address(environment), read_token(environment), read_job(environment)
+    token, job = read_token(environment), read_job(environment)
+    address = read_address(environment, token=token.value if token else None)
     refuse_without_token(address, token.value if token else None)
     certificates = certificates_of(None)
     return {

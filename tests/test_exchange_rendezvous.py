@@ -14,12 +14,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_exchange_addresses import named
 from test_exchange_environment import ALL, SEEN
-from transports import SMALL, Worker, bound, contributions, free_port, leave_together, on_all, rank_order_sum
+from transports import SMALL, SOON, Worker, bound, contributions, free_port, leave_together, on_all, rank_order_sum
 
 from gradengine.errors import CallerError
 from gradengine.exchange import connect
+from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.environment import LAUNCHERS
-from gradengine.exchange.rendezvous import first_node, joining, read_address
+from gradengine.exchange.reach import own_host
+from gradengine.exchange.rendezvous import address_of, first_node, joining, read_address
 
 pytestmark = pytest.mark.timeout(150)
 ON_SEVERAL_HOSTS = {
@@ -286,6 +288,7 @@ def taken_port(environment, host):
 
 def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(environment):
     environment.setenv("MASTER_PORT", str(free_port()))
+    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
     port = taken_port(environment, "127.0.0.1")
     told = pytest.raises(CallerError, match=rf"{port} .*MASTER_ADDR.*GRADENGINE_ADDRESS")
     with socket.create_server(("127.0.0.1", port)), told:
@@ -317,6 +320,27 @@ def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_to
     environment.setenv("RANK", "1")
     with connect() as exchange:
         assert exchange.url.startswith("tcp://node3:2")
+
+
+@pytest.mark.parametrize("local", [{}, {"LOCAL_WORLD_SIZE": "2"}], ids=["unknown", "known"])
+def test_where_rank_0_is_told_localhost_and_ranks_elsewhere_its_name_they_meet(environment, local):
+    """As Kubeflow tells them; without a token rank 0 says what is missing, if it is known that ranks are elsewhere."""
+    here = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | local
+    launched(environment, here | {"RANK": "0", "MASTER_ADDR": "localhost"})
+    if local:
+        with pytest.raises(CallerError, match=r"MASTER_ADDR, LOCAL_WORLD_SIZE.*needs a token"):
+            connect()
+    else:
+        assert joining(None, None, None, None, None, served=False).url.startswith("tcp://localhost:2")
+    environment.setenv("GRADENGINE_TOKEN", token := "0123456789abcdef0123456789abcdef")
+    with connect() as exchange:
+        host, port = address_of(exchange.url)
+        assert host in {"::", "0.0.0.0"}
+        assert port == address_of(read_address(here, token=token).value)[1]
+        environment.setenv("RANK", "1")
+        beside = address_of(joining(None, None, None, None, None, served=False).url)
+        assert (own_host(beside[0], "127.0.0.1"), beside[1]) == (host, port)  # which ranks elsewhere reach too
+        connect_once(beside, SOON).close()
 
 
 def test_two_groups_of_one_run_need_two_jobs(environment):

@@ -31,6 +31,7 @@ _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on
 MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
 _RANK_BYTES = len(".65535")  # that each other rank's path has more
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below those that systems give to connections, and torchrun's 29400 and 29500
+_THIS_HOST = "0.0.0.0"  # noqa: S104  (rank 0 listens on all interfaces, and the ranks beside it reach it there)
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
 _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
 
@@ -88,18 +89,19 @@ def joining(
         found = read_token(os.environ)
         token = found.value if found else None
     if url is None:
-        address = read_address(os.environ, job)
+        address = read_address(os.environ, job, token)
         refuse_without_token(address, token)
         url = address.value if address.source == _ADDRESS else _made_usable(address, as_index(rank) == 0, served)
     return Joining(url, rank, world_size, token)
 
 
-def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact:
+def read_address(environment: Mapping[str, str], job: str | None = None, token: str | None = None) -> Fact:
     """The URL at which the ranks connect: GRADENGINE_ADDRESS, or one made from the launcher's variables.
 
     Args:
         environment: The environment variables.
         job: The job's name that was given to `connect`; two groups of one run need two names.
+        token: The group's secret; with one, rank 0 may listen on all interfaces.
 
     Raises:
         CallerError: No variable names a host that all ranks can reach, or none distinguishes this run from others.
@@ -113,7 +115,7 @@ def read_address(environment: Mapping[str, str], job: str | None = None) -> Fact
     world = read_world(environment)
     if world.world_size == 1:
         return Fact("tcp://127.0.0.1:0", world.launcher.world_size)
-    host, source = _first_host(environment, world)
+    host, source = _first_host(environment, world, token)
     name, named_by = _run_name(environment, world.launcher, job)
     if host is None:
         return Fact(f"unix://{_socket_path(environment, name)}", f"{source}, {named_by}")
@@ -165,8 +167,12 @@ def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
     )
 
 
-def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | None, str]:
-    """The host of rank 0, or None if all ranks are on this host; and the variable that it was read from."""
+def _first_host(environment: Mapping[str, str], world: World, token: str | None) -> tuple[str | None, str]:
+    """The host of rank 0, or None if all ranks are on this host; and the variables that it was read from.
+
+    Kubeflow names rank 0's host "localhost" there, and elsewhere by its service. So a loopback name stands for all
+    interfaces if ranks are on other hosts, or may be and have a token.
+    """
     launcher = world.launcher
     if world.local_size == world.world_size:
         return None, launcher.local_size
@@ -181,6 +187,8 @@ def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | Non
     if not _HOST.fullmatch(host):
         what, expected = f"environment variable {variable} names no host", "a host's name or address"
         raise CallerError(what, got=said(environment[variable]), expected=expected, do=_DO)
+    if is_loopback(host) and (token or world.local_size is not None):
+        return _THIS_HOST, f"{variable}, {launcher.local_size}"
     return None if is_only_one else f"[{host}]" if ":" in host else host, variable
 
 
@@ -268,15 +276,16 @@ def _own_host(address: Fact) -> str:
     """The host at which rank 0 listens: its own, or everywhere if that means loopback, as in Debian's /etc/hosts."""
     parts = urlsplit(address.value)
     host = parts.hostname or ""
+    shown = everywhere() if host == _THIS_HOST else f"[{host}]" if ":" in host else host
     try:
-        family, place = places_of(host, parts.port or 0)[0]
+        family, place = places_of(shown.strip("[]"), parts.port or 0)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
     except (OSError, UnicodeError) as fault:  # of a name with an empty part, or too long a one
         reason = getattr(fault, "strerror", None) or fault
-        what = f"rank 0 cannot listen at {host}:{parts.port} ({reason}), made of {address.source}"
+        what = f"rank 0 cannot listen at {shown}:{parts.port} ({reason}), made of {address.source}"
         raise CallerError(what, do=_DO) from None
     number = str(place[0])
     is_hidden = is_loopback(number) and host not in {number, *LOOPBACK}
-    return everywhere() if is_hidden else f"[{host}]" if ":" in host else host
+    return everywhere() if is_hidden else shown
