@@ -92,7 +92,7 @@ def test_json_has_numbers_and_the_table_too_where_it_is_a_file(environment, tmp_
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({}, "no launcher started this process"),
+        ({}, "no launcher found"),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
         (SEEN["torchrun"] | {"RANK": "2"}, "RANK (of WORLD_SIZE=2) is out of range: got 2"),
         (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a token"),

@@ -239,6 +239,37 @@ def test_what_is_given_whole_needs_no_environment_and_is_not_hurt_by_a_broken_on
     assert joining(*given, None, None, served=False) == (*given, None)
 
 
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "found"),
+    [
+        ((None, 1, 2), MASTER, (r"tcp://127\.0\.0\.1:2\d{4}", 1, 2)),
+        ((None, 1, 2), {"GRADENGINE_ADDRESS": "unix:///s"}, ("unix:///s", 1, 2)),
+        ((None, 0, 1), {}, (r"tcp://127\.0\.0\.1:0", 0, 1)),
+        ((None, 1, None), MASTER | {"WORLD_SIZE": "2"}, (r"tcp://127\.0\.0\.1:2\d{4}", 1, 2)),
+        (("tcp://a:1", None, 2), {"RANK": "1"}, ("tcp://a:1", 1, 2)),
+        (("tcp://a:1", None, 2), MASTER, "rank= is missing; pass it with world_size="),
+        (("tcp://a:1", 0, None), {}, "world_size= is missing; pass it with rank="),
+        ((None, None, 2), {}, "rank= is missing; pass it with world_size="),
+        ((None, 0, 2), {}, "names no host where all ranks could meet"),
+        ((None, 0, 2), {"MASTER_ADDR": "127.0.0.1"}, "set GRADENGINE_JOB"),
+        ((None, 2, 2), MASTER, "rank of world_size=2 is out of range"),
+        (("tcp://a:1", None, None), MASTER, "no launcher found"),
+    ],
+)
+def test_what_is_given_is_completed_by_what_is_there_and_what_is_missing_is_named(environment, given, variables, found):
+    launched(environment, variables)
+    if isinstance(found, str):
+        with pytest.raises(CallerError, match=re.escape(found)):
+            joining(*given, None, None, served=False)
+        return
+    url, *place, _ = joining(*given, None, None, served=False)
+    assert re.fullmatch(found[0], url)
+    assert place == [*found[1:]]
+
+
 def test_several_machines_need_a_token_and_each_rank_is_told_how(environment):
     launched(environment, SRUN)
     for rank in "01":

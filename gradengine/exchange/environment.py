@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, final
 
-from gradengine.arguments import MOST_RANKS, said, whole_number
+from gradengine.arguments import MOST_RANKS, checked_rank, said, whole_number
 from gradengine.errors import CallerError
 from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
 
@@ -82,6 +82,12 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
+# Who passes rank and world size to `connect`, under no launcher, may have set torch's variables for the address.
+_CALLER = Launcher(
+    "the caller", "rank", "world_size", "", run=("TORCHELASTIC_RUN_ID", "MASTER_PORT"), host=("MASTER_ADDR",)
+)
+
+
 @final
 class Fact(NamedTuple):
     """A value, and the names of the variables that it was read from."""
@@ -120,24 +126,34 @@ def warn_of_other_ranks() -> None:
     )
 
 
-def read_world(environment: Mapping[str, str]) -> World:
-    """The rank and sizes that the innermost launcher gave this process; raises `CallerError` if any are missing."""
+def read_world(environment: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> World:
+    """The rank and sizes that the innermost launcher gave this process.
+
+    Args:
+        environment: The environment variables.
+        rank: The rank that `connect` was given, for a variable that is not there; so is `world_size`.
+
+    Raises:
+        CallerError: A variable is missing, and its value was not given.
+    """
     launcher = launcher_of(environment)
     if launcher is None:
-        raise _no_launcher(environment)
+        if rank is None or world_size is None:
+            raise _no_launcher(environment, rank, world_size)
+        return World(_CALLER, *checked_rank(rank, world_size), None, None)
+    given = {launcher.rank: rank, launcher.world_size: world_size}
     for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):
-        if missing not in environment:
+        if missing not in environment and given[missing] is None:
             got, do = f"{there}={environment[there][:80]!r}", f"set {missing} as {launcher.name} does, or unset {there}"
             raise CallerError(
                 f"environment variable {there} is set and {missing} is not", got=got, expected="both or none", do=do
             )
-    size = whole_number(
-        f"environment variable {launcher.world_size}", _number(environment[launcher.world_size]), 1, MOST_RANKS
-    )
+    values = {name: _number(environment[name]) if name in environment else value for name, value in given.items()}
+    size = whole_number(f"environment variable {launcher.world_size}", values[launcher.world_size], 1, MOST_RANKS)
     named = f"environment variable {launcher.rank} (of {launcher.world_size}={size})"
-    rank = whole_number(named, _number(environment[launcher.rank]), 0, size - 1)
+    place = whole_number(named, values[launcher.rank], 0, size - 1)
     local_rank = _local(environment, launcher.local_rank, 0, size - 1)
-    return World(launcher, rank, size, local_rank, _local(environment, launcher.local_size, 1, size))
+    return World(launcher, place, size, local_rank, _local(environment, launcher.local_size, 1, size))
 
 
 def not_taken(environment: Mapping[str, str]) -> list[str]:
@@ -225,12 +241,12 @@ def _local(environment: Mapping[str, str], variable: str, least: int, most: int)
     return whole_number(f"environment variable {variable}", _number(environment[variable]), least, most)
 
 
-def _no_launcher(environment: Mapping[str, str]) -> CallerError:
+def _no_launcher(environment: Mapping[str, str], rank: int | None, world_size: int | None) -> CallerError:
+    if rank is not None or world_size is not None:
+        missing, there = ("world_size", "rank") if world_size is None else ("rank", "world_size")
+        return CallerError(f"{missing}= is missing", do=f"pass it with {there}=")
     return CallerError(
-        "no launcher started this process: its rank, world size and address are not known",
-        got="a Slurm job, but none of its steps" if "SLURM_JOB_ID" in environment else "no launcher's variables",
-        expected=f"one of {', '.join(dict.fromkeys(each.rank for each in LAUNCHERS))}",
-        do="start all ranks by torchrun, srun or mpiexec; or set GRADENGINE_RANK, "
-        "GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS for each; or call connect(url, rank, world_size); one process "
-        "needs none: exchange=None",
+        "no launcher found",
+        got="a Slurm job without a step" if "SLURM_JOB_ID" in environment else "none of its variables",
+        do="start the ranks by torchrun, srun or mpiexec, or call connect(url, rank, world_size)",
     )

@@ -82,26 +82,33 @@ def joining(
     if job is not None:
         refuse_bad_job(job)
     if rank is None or world_size is None:
-        world = read_world(os.environ)
+        world = read_world(os.environ, rank, world_size)
         rank = world.rank if rank is None else rank
         world_size = world.world_size if world_size is None else world_size
     if token is None:
         found = read_token(os.environ)
         token = found.value if found else None
     if url is None:
-        address = read_address(os.environ, job, token)
+        address = read_address(os.environ, job, token, rank, world_size)
         refuse_without_token(address, token)
         url = address.value if address.source == _ADDRESS else _made_usable(address, as_index(rank) == 0, served)
     return Joining(url, rank, world_size, token)
 
 
-def read_address(environment: Mapping[str, str], job: str | None = None, token: str | None = None) -> Fact:
+def read_address(
+    environment: Mapping[str, str],
+    job: str | None = None,
+    token: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Fact:
     """The URL at which the ranks connect: GRADENGINE_ADDRESS, or one made from the launcher's variables.
 
     Args:
         environment: The environment variables.
         job: The job's name that was given to `connect`; two groups of one run need two names.
         token: The group's secret; with one, rank 0 may listen on all interfaces.
+        rank: The rank that was given to `connect`, for a launcher's variable that is not there; so is `world_size`.
 
     Raises:
         CallerError: No variable names a host that all ranks can reach, or none distinguishes this run from others.
@@ -112,8 +119,8 @@ def read_address(environment: Mapping[str, str], job: str | None = None, token: 
     if given:
         address_of(given, f" (of environment variable {_ADDRESS})")
         return Fact(given, _ADDRESS)
-    world = read_world(environment)
-    if world.world_size == 1:
+    world = read_world(environment, rank, world_size)
+    if (world.world_size if world_size is None else world_size) == 1:
         return Fact("tcp://127.0.0.1:0", world.launcher.world_size)
     host, source = _first_host(environment, world, token)
     name, named_by = _run_name(environment, world.launcher, job)
