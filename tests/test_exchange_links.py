@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -505,6 +506,17 @@ def test_what_a_link_has_sent_arrives_though_it_is_closed_with_more_to_read(stra
     came = sum(iter(lambda: len(theirs.recv(1 << 20)), 0))
     assert count > 0
     assert came >= count * (20 + source.nbytes)
+
+
+def test_a_link_that_is_closed_without_memory_leaves_no_connection_open(monkeypatch):
+    ends = [tcp_pair() for _ in range(3)]
+    link = SocketLink(0, {peer: [ours] for peer, (ours, _) in enumerate(ends, 1)})
+    for name in ("head", "bytearray"):
+        monkeypatch.setattr(sockets, name, Mock(side_effect=MemoryError), raising=False)
+    link.close()
+    for _, theirs in ends:
+        with theirs:
+            assert theirs.recv(99) == b""
 
 
 def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after(stranger, monkeypatch):

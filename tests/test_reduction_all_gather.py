@@ -1,5 +1,7 @@
 """What ranks tell each other: all get all of it in rank order, or an error that says who tells something else."""
 
+from unittest.mock import Mock
+
 import msgpack
 import numpy as np
 import pytest
@@ -55,6 +57,12 @@ def test_all_ranks_are_told_the_same_and_name_the_same_one():
     told = []
     assert len({str(error) for error in on_ranks(work, 3)}) == 1
     assert told == [[0, 1, 2]] * 3
+
+
+def test_memory_that_has_run_out_stays_a_memory_error(monkeypatch):
+    monkeypatch.setattr(msgpack, "packb", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        packed("loss of step 3", 1.0)
 
 
 NO_FACTS = [7, [], ["loss"], ["loss", 1, 2], [None, 1], [3, 1], {"loss": 1}]

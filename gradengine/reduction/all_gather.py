@@ -27,7 +27,7 @@ def packed(what: str, facts: object) -> bytes:
     try:
         _refuse_unreadable([what, facts])
         data: bytes = msgpack.packb([what, facts])
-    except CallerError:
+    except (CallerError, MemoryError):
         raise
     except Exception as fault:  # noqa: BLE001  (a caller's own object, and its own errors; text that is no UTF-8)
         raise CallerError("the facts cannot be sent", got=said(fault)) from None

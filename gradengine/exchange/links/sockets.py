@@ -33,6 +33,7 @@ _MOST_BYTES = (1 << 32) - 1
 _FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
+_discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what has run out
 
 
 class SocketLink(Link):
@@ -124,11 +125,11 @@ class SocketLink(Link):
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
-            if self._connections:
-                self.unwritten = self._not_begun()
             for theirs in self._connections.values():
                 for connection in theirs:
                     self._leave(connection)
+            if self._connections:
+                self.unwritten = self._not_begun()
             self._connections = {}
             self._open.clear()
             self.bell.close()
@@ -310,14 +311,14 @@ class SocketLink(Link):
         return PeerLost(f"{self.named(peer)} is gone: its connection has ended", do="reconnect on all ranks")
 
     def _leave(self, connection: Connection) -> None:
-        """Close a connection, after a farewell if it is not in the middle of a message."""
-        with contextlib.suppress(OSError):
+        """Close a connection, after a farewell if it is not in the middle of a message; also if memory has run out."""
+        with contextlib.suppress(OSError, MemoryError):
             if not connection.parts:
                 connection.socket.send(head(_FAREWELL, 0 if self.lost is None else self.lost + 1, 0))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, MemoryError):
             connection.socket.shutdown(socket.SHUT_WR)
-            left, scratch = _DISCARDED_BYTES, bytearray(1 << 16)
-            while left > 0 and (count := connection.socket.recv_into(scratch)):
+            left = _DISCARDED_BYTES
+            while left > 0 and (count := connection.socket.recv_into(_discarded)):
                 left -= count
         connection.socket.close()
 
