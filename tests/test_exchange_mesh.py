@@ -271,6 +271,21 @@ def test_who_calls_without_descriptors_is_told_at_once(listener, monkeypatch):
     assert "ulimit" in told
 
 
+def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_number(listener, caplog):
+    caplog.set_level("INFO", "gradengine.exchange")
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock)
+    for second in (0.0, 0.5, 0.9, 1.0, 1.5):
+        clock.now = second
+        stranger = knock(listener.address)
+        stranger.send(Abort(""))
+        assert "another message" in refusal_of(stranger)
+    form([first, *start(listener, 2, [1])])
+    lines = [line for line in caplog.messages if "refuse" in line]
+    assert [line.partition("(and ")[2][:8] for line in lines] == ["", "2 others", ""]
+    assert lines[2].startswith("rank 0 has refused 1 others, at last: a caller sent another message")
+
+
 @pytest.mark.parametrize("passed_on_to", [None, 0])
 def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to):
     """Without the token; also where a call is passed on to another rank, which would answer it as its own."""

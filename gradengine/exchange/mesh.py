@@ -31,7 +31,7 @@ from typing import TypeVar, final
 import msgpack
 
 from gradengine.arguments import checked_rank, said
-from gradengine.arrays.shared import has_shared_memory, refuse_without_shared_memory
+from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
 from gradengine.exchange.addresses import (
     RETRY_SECONDS,
@@ -58,7 +58,14 @@ from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
-from gradengine.exchange.reach import address_told, addresses_of, own_host, refuse_out_of_reach
+from gradengine.exchange.reach import (
+    address_told,
+    addresses_of,
+    chosen_link,
+    own_host,
+    refuse_other_link,
+    refuse_out_of_reach,
+)
 from gradengine.exchange.rendezvous import LOOPBACK
 from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
@@ -66,9 +73,9 @@ from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Pr
 T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
 
-LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
 _GRACE_SECONDS = 5.0
+_LOG_SECONDS = 1.0  # between two lines about refusals
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -115,7 +122,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         refuse_bad_job(job)
         self._token, self._job, self._at = token, job, checked_address(address)
         self._is_served, self._link, self._tls = is_served, link, tls
-        _refuse_other_link(link, self._at)
+        refuse_other_link(link, self._at)
         if is_served and link is not None:
             what = "connect with served=True takes no link: each rank has one connection, with the server"
             raise CallerError(what, do="leave link out")
@@ -180,7 +187,7 @@ def mesh(
     rank, world_size = checked_rank(rank, world_size)
     refuse_bad_token(token)
     refuse_bad_job(job)
-    _refuse_other_link(link, at.address if isinstance(at, Listener) else at)
+    refuse_other_link(link, at.address if isinstance(at, Listener) else at)
     joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock, link, tls)
     return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
 
@@ -250,6 +257,7 @@ class _Joining:
         self._selector = selectors.DefaultSelector()
         self._has_not = ""  # done what it is doing, for the error at the deadline
         self._called = ""  # who was called last
+        self._logged_at, self._unlogged = -math.inf, 0  # when a refusal was logged, and how many were not since
         self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
         self._failure: ExchangeError | None = None  # one that ends the group
 
@@ -311,6 +319,8 @@ class _Joining:
 
     def end(self) -> None:
         """Close all but the lines."""
+        if self._unlogged:
+            logger.info("%s has refused %d others, at last: %s", self._who, self._unlogged, self._refused)
         for stranger in self._strangers:
             stranger.socket.close()
         self._selector.close()
@@ -344,7 +354,7 @@ class _Joining:
             line.say(Listening(url_of(listener.address)))
             self._has_not = "heard from rank 0 that all have joined"
             members, packed = line.expect(Members)
-            self._group, self._link = members.group, _chosen(members.link, self._link, self._rank)
+            self._group, self._link = members.group, chosen_link(members.link, self._link, self._rank)
             addresses = addresses_of(packed, self._world_size - 1, self._way[1])
         except BaseException:
             if self._listener is not None:
@@ -513,8 +523,17 @@ class _Joining:
         """Drop a line for a reason of its own, which is kept and logged; None: it was closed there."""
         if refusal is not None:
             self._refused = refusal
-            logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
+            self._log_refused(f"from {line.origin}: {refusal}")
         self._drop(line, refusal)
+
+    def _log_refused(self, why: str) -> None:
+        """Log a refusal, but only one a second and how many others there were: strangers may come by the thousand."""
+        if self._clock() - self._logged_at < _LOG_SECONDS:
+            self._unlogged += 1
+            return
+        others = f" (and {self._unlogged} others since the last line)" if self._unlogged else ""
+        logger.info("%s refuses a connection %s%s", self._who, why, others)
+        self._logged_at, self._unlogged = self._clock(), 0
 
     def _drop(self, line: Line, refusal: ExchangeError | None = None) -> None:
         self._selector.unregister(line.socket)
@@ -573,23 +592,3 @@ class _Joining:
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
         return PeerLost(what, got=f"{self._timeout:g} s", do=do)
-
-
-def _refuse_other_link(link: str | None, address: Address) -> None:
-    """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
-    if link not in {None, *LINKS}:
-        raise CallerError("unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
-    if link == "tcp" and isinstance(address, str):
-        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
-    if link == "shared_memory":
-        refuse_without_shared_memory()
-
-
-def _chosen(link: str, own: str | None, rank: int) -> str:
-    """The link that rank 0 has chosen; raises an error if it is unknown, or not the one that this rank was given."""
-    if link not in LINKS:
-        raise ProtocolError("rank 0 chose an unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}")
-    if own not in {None, link}:
-        what = f"rank {rank} was given another link than the group's"
-        raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
-    return link

@@ -1,12 +1,15 @@
-"""The addresses at which ranks reach each other: what each says, as the others have to understand it."""
+"""The addresses and the link by which ranks reach each other: what each says, as the others understand it."""
 
 from __future__ import annotations
 
+from gradengine.arguments import said
+from gradengine.arrays.shared import refuse_without_shared_memory
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.rendezvous import address_of, everywhere, is_loopback
 from gradengine.unpacking import unpack
 
+LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
 
 
@@ -47,3 +50,23 @@ def refuse_out_of_reach(urls: list[str]) -> None:
         what = f"rank {far[0]} cannot reach rank {near[0]}, which called rank 0 from loopback"
         do = "give all ranks the address of rank 0 that all machines reach"
         raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)
+
+
+def refuse_other_link(link: str | None, address: Address) -> None:
+    """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
+    if link not in {None, *LINKS}:
+        raise CallerError("unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
+    if link == "tcp" and isinstance(address, str):
+        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
+    if link == "shared_memory":
+        refuse_without_shared_memory()
+
+
+def chosen_link(link: str, own: str | None, rank: int) -> str:
+    """The link that rank 0 has chosen; raises an error if it is unknown, or not the one that this rank was given."""
+    if link not in LINKS:
+        raise ProtocolError("rank 0 chose an unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}")
+    if own not in {None, link}:
+        what = f"rank {rank} was given another link than the group's"
+        raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
+    return link
