@@ -40,6 +40,17 @@ def says(running, line):
     assert running.stdout.readline().strip() == line
 
 
+def kill(running):
+    running.kill()
+    running.wait()
+
+
+def stop(running):
+    """Return once it stands still: the signal may arrive long after it was sent."""
+    running.send_signal(signal.SIGSTOP)
+    os.waitpid(running.pid, os.WUNTRACED)
+
+
 def until(is_so):
     """Return once that is so, which comes by itself."""
     while not is_so():
@@ -82,7 +93,7 @@ def failed_and_replaced(link, folder, fail, clock=None):
     parts = contributions(LARGE, WORLD)
     workers = [Worker(None, LARGE, shared(part) if link == "shared_memory" else part) for part in parts[:2]]
 
-    def stop():
+    def fail_in_the_middle():
         until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))
         fail(running)
 
@@ -90,7 +101,7 @@ def failed_and_replaced(link, folder, fail, clock=None):
         if clock is not None:
             exchanges[0]._clock, clock.exchange = clock, exchanges[0]
         on_all(lambda rank: workers[rank].bind(exchanges[rank]), range(2))
-        stopper = threading.Thread(target=stop)
+        stopper = threading.Thread(target=fail_in_the_middle)
         stopper.start()
         found = outcomes(Worker.sum, workers)
         stopper.join(SOON)
@@ -109,7 +120,7 @@ def failed_and_replaced(link, folder, fail, clock=None):
 
 def killed_and_replaced(link, folder):
     """The row "kill" of docs/faults.md."""
-    found = failed_and_replaced(link, folder, lambda running: running.kill())
+    found = failed_and_replaced(link, folder, kill)
     assert {*map(type, found)} == {PeerLost}, found
     # A rank that hears of it first leaves, and may be in the middle of a message, behind which it does not say why.
     assert any(str(fault).startswith("rank 2 is gone") for fault in found), found
@@ -121,11 +132,7 @@ def test_a_rank_that_is_stopped_in_a_step_is_named_at_the_deadline_and_another_p
     clock = Clock()
     clock.late = 2
 
-    def stop(running):
-        running.send_signal(signal.SIGSTOP)
-        clock.has_stopped.set()
-
-    found = failed_and_replaced("tcp", tmp_path, stop, clock)
+    found = failed_and_replaced("tcp", tmp_path, lambda running: (stop(running), clock.has_stopped.set()), clock)
     assert isinstance(found[0], DeadlineExceeded), found
     assert str(found[0]).startswith("rank 2 is late: rank 0 waits for "), found
     assert isinstance(found[1], PeerLost), found
@@ -145,7 +152,7 @@ def test_a_lost_server_is_an_error_on_all_workers(how):
         on_all(Worker.bind, workers)
         for worker in workers:
             worker.exchange.start(LARGE.spans[0])
-        running.kill() if how == "killed" else running.send_signal(signal.SIGSTOP)
+        kill(running) if how == "killed" else stop(running)
         for worker, clock in zip(workers, clocks, strict=True):
             worker.exchange.start(*LARGE.spans[1:])
             if how == "stopped":
