@@ -90,11 +90,13 @@ class Attached(AbstractContextManager["Attached"]):
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
-        take, refuse = weakref.WeakMethod(self._take), weakref.WeakMethod(self._refuse_early_optimizer)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, take, name))
-            for name, parameter in parameters.items()
-        ]
+        own, take = weakref.ref(self), weakref.WeakMethod(self._take)
+        handles: list[Any] = []
+        for name, parameter in parameters.items():
+            # torch calls the first before it adds to `.grad`, and the second after.
+            handles.append(parameter.register_hook(partial(_look, own, weakref.ref(parameter), name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(_call, take, name)))
+        refuse = weakref.WeakMethod(self._refuse_early_optimizer)
         handles.append(register_optimizer_step_pre_hook(partial(_call, refuse)))
         self._remove = weakref.finalize(self, _remove_all, handles)
         engine.accumulator.state.hooks = self._remove
@@ -218,29 +220,30 @@ class Attached(AbstractContextManager["Attached"]):
         with self._on_torchs_stream():
             micro_batch.__exit__(*fault)
 
+    def _refuse_left(self, name: str, left: torch.Tensor) -> None:
+        """Raise `BufferRefused` for a `.grad` to which backward would add."""
+        given = self._given.get(name)
+        is_given = given is not None and given() is left  # refused also as zeros, which lie in the engine's memory
+        # DistributedDataParallel leaves zeros after the sum of its own.
+        if not self._pauses and (is_given or left.any()):
+            raise BufferRefused(
+                f"parameter '{name}' has an old .grad, to which backward would add",
+                do="call zero_grad() after each optimizer.step(); or, for another model's loss that runs through this "
+                "one, use `with attached.paused():`",
+            )
+
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._pauses:
             return
         try:
-            gradient = self._new_gradient(name, parameter)
+            if parameter.grad is None:
+                raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
             micro_batch = self._within or self._of_this_backward(name)
             with self._on_torchs_stream():
-                micro_batch.add(name, in_memory_order(gradient, parameter))
+                micro_batch.add(name, in_memory_order(parameter.grad.detach(), parameter))
         finally:
             parameter.grad = None
-
-    def _new_gradient(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        gradient, given = parameter.grad, self._given.get(name)
-        if gradient is None:
-            raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
-        if given is not None and given() is gradient:
-            raise BufferRefused(
-                f"parameter '{name}' still had the gradient of the last step, or of a pause, when backward began",
-                got="a .grad that was there, to which backward adds",
-                do="call zero_grad(), with its default set_to_none=True, after each optimizer.step()",
-            )
-        return gradient.detach()
 
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
@@ -367,6 +370,14 @@ class _Pause(AbstractContextManager[None]):
         for name, parameter in self._attached._parameters.items():
             if parameter.grad is not None:
                 self._attached._given[name] = weakref.ref(parameter.grad)
+
+
+def _look(
+    attached: weakref.ref[Attached], parameter: weakref.ref[torch.nn.Parameter], name: str, _: torch.Tensor
+) -> None:
+    found, owner = parameter(), attached()
+    if found is not None and found.grad is not None and owner is not None:
+        owner._refuse_left(name, found.grad)
 
 
 def _call(method: weakref.WeakMethod[Any], *given: Any) -> None:

@@ -27,6 +27,6 @@ def refuse_other_weights(engine: GradientEngine, parameters: Mapping[str, torch.
 
 
 def digest(parameter: torch.Tensor) -> int:
-    """Return a hash of 8 bytes of a tensor's bytes, in the order of its dimensions: the same for any strides and device."""
+    """Return a hash of a tensor's values, in the order of its dimensions: the same for any strides and device."""
     values = parameter.detach().cpu().contiguous().flatten()
     return int.from_bytes(hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).digest(), "little")
