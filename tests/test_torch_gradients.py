@@ -11,8 +11,17 @@ torch = pytest.importorskip("torch")
 from torch_modules import DTYPES, Branches, accumulated, averaged, backward, has_grad_dtype, net, tied  # noqa: E402
 
 from gradengine import GradientEngine, GradientLayout  # noqa: E402
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError  # noqa: E402
-from gradengine.torch import drop_unused, give_gradients, gradients_of, layout_of, step_fused, tensors_of  # noqa: E402
+from gradengine.errors import BufferRefused, CallerError, HandshakeRefused, LayoutMismatch, WindowError  # noqa: E402
+from gradengine.layout import layout_from_table  # noqa: E402
+from gradengine.torch import (  # noqa: E402
+    attach,
+    drop_unused,
+    give_gradients,
+    gradients_of,
+    layout_of,
+    step_fused,
+    tensors_of,
+)
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -143,6 +152,65 @@ class TestLayout:
                 call(module)
         module(torch.ones(1, 4))
         assert layout_of(module).slot("1.weight").shape == (3, 5)
+
+
+class TestMemoryFormat:
+    """Of a convolution whose shape is the same in either."""
+
+    def made(self, order=torch.contiguous_format):
+        torch.manual_seed(0)
+        module = torch.nn.Conv2d(2, 2, 2, bias=False).to(memory_format=order)
+        return module, GradientEngine(layout_of(module))
+
+    def test_layouts_saved_states_and_ranks_of_two_differ(self):
+        (plain, engine), (turned, other) = self.made(), self.made(torch.channels_last)
+        assert layout_of(plain) != layout_of(turned) == layout_from_table(layout_of(turned).table())
+        for one, two in ((engine, other), (other, engine)):
+            with pytest.raises(LayoutMismatch, match=r"'weight' \(2, 2, 2, 2\), dimensions \[0, 2, 3, 1\] in memory"):
+                one.load_state_dict(two.state_dict())
+        layouts = [layout_of(plain), layout_of(turned)]
+        for error in on_ranks(lambda exchange: GradientEngine(layouts[exchange.rank], exchange=exchange), 2):
+            assert isinstance(error, HandshakeRefused)
+            assert "dimensions [0, 2, 3, 1]" in str(error)
+        with pytest.raises(LayoutMismatch, match="'weight' has another memory format"):
+            attach(turned, engine)
+
+    def test_a_block_is_added_by_its_own_modules_names(self):
+        blocks = torch.nn.Sequential(torch.nn.Sequential(channels_last(2, 2, 2)))
+        engine = GradientEngine(GradientLayout.of(blocks))
+        assert [block.name for block in engine.layout.blocks] == ["0"]
+        blocks(torch.ones(1, 2, 3, 3)).sum().backward()
+        engine.add_block(0, gradients_of(blocks[0]))
+        give_gradients(blocks, engine.step())
+        assert (blocks[0][0].weight.grad == 4).all()
+
+    @pytest.mark.parametrize("way", ["by hand", "out", "backward", "step"])
+    def test_a_change_in_mid_window_is_refused_and_can_be_undone(self, way):
+        module, engine = self.made()
+        attached = attach(module, engine) if way in ("backward", "step") else None
+
+        def work(way):
+            if way in ("by hand", "backward"):
+                module(torch.arange(18.0).reshape(1, 2, 3, 3)).sum().backward()
+            if way == "by hand":
+                engine.add(gradients_of(module))
+            elif way == "out":
+                engine.step(out=gradients_of(module, allocate=True))
+            elif way == "step":
+                attached.step()
+            module.zero_grad()
+
+        work("backward" if attached else "by hand")
+        module.to(memory_format=torch.channels_last)
+        with pytest.raises(LayoutMismatch, match=r"'weight' .*got dimensions \(0, 2, 3, 1\), expected contiguous"):
+            work(way)
+        result = None if attached else engine.step()
+        with pytest.raises(LayoutMismatch, match="'weight' has another memory format"):
+            attached.step() if attached else give_gradients(module, result)
+        module.to(memory_format=torch.contiguous_format)
+        module.zero_grad()
+        attached.step() if attached else give_gradients(module, result)
+        assert module.weight.grad[0, 0].tolist() == [[8, 12], [20, 24]]  # of one micro-batch
 
 
 class TestGradientsOf:

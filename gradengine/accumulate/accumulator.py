@@ -386,7 +386,8 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     @cached_property
     def _arrays(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
-        return NamedArrays({slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs})
+        arrays = {slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs}
+        return NamedArrays(arrays, self.layout.orders)
 
     @cached_property
     def _of_slot(self) -> Mapping[str, SlotSet]:

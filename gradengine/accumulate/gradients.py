@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, final
 
@@ -11,8 +12,10 @@ from gradengine.arrays.buffer import Buffer, refuse_other_shape
 from gradengine.errors import LayoutMismatch
 from gradengine.layout import Slot
 from gradengine.layout.components import is_nested, named_components
+from gradengine.layout.slots import Order, refuse_other_order
 
 Gradients: TypeAlias = Mapping[str, object] | Sequence[object]
+_ORDER_OF = operator.attrgetter("order")
 
 
 @final
@@ -27,8 +30,9 @@ class NamedArrays(Mapping[str, Any]):
     {'w': array([0., 0.])}
     """
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: Mapping[str, Any], orders: Mapping[str, Order] | None = None) -> None:
         self._arrays = dict(arrays)
+        self.orders = orders or {}  #: of the layout
 
     def __getitem__(self, name: str) -> Any:
         return self._arrays[name]
@@ -55,12 +59,23 @@ class NamedArrays(Mapping[str, Any]):
         return self._arrays.values()
 
 
+@final
+class ModuleGradients(dict[str, Any]):
+    """A torch module's gradients, with the order in memory of those that are not contiguous: a layout's must be it."""
+
+    orders: Mapping[str, Order]
+
+
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
     """The gradients in the order of `slots`, each exactly once; raises `LayoutMismatch` if one is missing or unknown.
 
     `gradients` is a mapping by full name, or by name without `prefix` ("layers.0."), or a sequence in order; either may
     be nested, as in a layout. `where` names in errors what the gradients are for.
     """
+    if isinstance(gradients, ModuleGradients) and (gradients.orders or any(map(_ORDER_OF, slots))):
+        for slot in slots:
+            name = slot.name if slot.name in gradients else slot.name.removeprefix(prefix)
+            refuse_other_order(slot.name, gradients.orders.get(name), slot.order)
     if isinstance(gradients, Mapping):
         return _from_mapping(slots, gradients, where, prefix)
     if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Sequence):

@@ -149,6 +149,7 @@ def _shown_part(part: list[list[object]]) -> str:
 def _shown(row: list[object] | None) -> str:
     if row is None:
         return "nothing"
-    name, shape, block = row
+    name, shape, block, *order = row
     assert isinstance(shape, list)  # noqa: S101  (tables are validated before they are compared)
-    return f"{name!r} {tuple(shape)}" + ("" if block is None else f" in {block!r}")
+    lies = f", dimensions {order[0]} in memory" if order else ""
+    return f"{name!r} {tuple(shape)}" + ("" if block is None else f" in {block!r}") + lies

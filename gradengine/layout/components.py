@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +17,19 @@ from gradengine.arguments import has, said
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
+from gradengine.layout.slots import Order
 
 DEEPEST = 64  # levels of containers
 MOST_ITEMS = 1 << 20  # components and containers
 _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
+
+
+@dataclass(frozen=True)
+class ShapeInMemory:
+    """The shape of a torch parameter with its dimensions in memory order."""
+
+    shape: tuple[int, ...]
+    order: Order | None  # the parameter's dimensions as they follow each other in memory; None if it is contiguous
 
 
 class ParameterHolder(Protocol):
@@ -61,7 +71,7 @@ def is_nested(value: object) -> bool:
     return any(item is None or isinstance(item, (list, tuple, Mapping)) or has(item, "shape") for item in items)
 
 
-def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
+def shapes_in_memory(module: Any) -> dict[str, ShapeInMemory]:
     """Shapes of the trainable parameters, all checked, with their dimensions in memory order.
 
     Raises `LayoutMismatch` if nothing is trainable.
@@ -76,8 +86,12 @@ def shapes_in_memory(module: Any) -> dict[str, tuple[int, ...]]:
         )
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
-    orders = {name: memory_order(parameter) or range(parameter.ndim) for name, parameter in parameters.items()}
-    return {name: tuple(parameters[name].shape[d] for d in order) for name, order in orders.items()}
+    return {name: _shape_in_memory(parameter) for name, parameter in parameters.items()}
+
+
+def _shape_in_memory(parameter: Any) -> ShapeInMemory:
+    order = memory_order(parameter)
+    return ShapeInMemory(tuple(parameter.shape[d] for d in order or range(parameter.ndim)), order)
 
 
 def refuse_unsupported(name: str, array: Any) -> None:
@@ -108,7 +122,7 @@ def trainable(module: Any) -> dict[str, Any]:
     return parameters
 
 
-def memory_order(tensor: Any) -> tuple[int, ...] | None:
+def memory_order(tensor: Any) -> Order | None:
     """The permutation that makes a torch tensor contiguous; None if it is contiguous already, or has gaps."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
         return None

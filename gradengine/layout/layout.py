@@ -13,9 +13,9 @@ import msgpack
 from gradengine.arguments import as_index, checked_rank, has, listed, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.dlpack import MAX_DIMENSIONS
 from gradengine.errors import CallerError, LayoutMismatch, ProtocolError
-from gradengine.layout.components import ParameterHolder, named_components, refuse_unsupported
+from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_components, refuse_unsupported
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
-from gradengine.layout.slots import Block, Row, Slot, Span, refuse_bad_rows, slots_of
+from gradengine.layout.slots import Block, Order, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 from gradengine.threads import cached_property
 from gradengine.unpacking import unpack
@@ -131,7 +131,10 @@ class GradientLayout:
         _refuse_bad_partitions(split, dict(named), None if tp_size is None else size)
         for name, array in named:
             refuse_unsupported(name, array)
-        rows = [Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated")) for name, g in named]
+        rows = [
+            Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated"), _order_of(g))
+            for name, g in named
+        ]
         return GradientLayout(rows, tp_rank=rank, tp_size=size)
 
     @staticmethod
@@ -225,6 +228,11 @@ class GradientLayout:
         return [(stop, start) for stop, start in zip(stops, starts[1:], strict=True) if stop < start]
 
     @cached_property
+    def orders(self) -> Mapping[str, Order]:
+        """Name -> the order of dimensions in memory, of components whose torch parameter is not contiguous."""
+        return {slot.name: slot.order for slot in self.slots if slot.order is not None}
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of `table()` in hexadecimal: equal on workers that can exchange gradients."""
         return hashlib.sha256(self.table()).hexdigest()
@@ -232,10 +240,14 @@ class GradientLayout:
     def table(self) -> bytes:
         """The layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
 
+        The row of a parameter that is not contiguous has its order of dimensions in memory as a fourth item.
         For shards of a model [tp_rank, tp_size, each row's partition] follows: different shards can have equal shapes,
         and must not be summed. The handshake sends and compares this table.
         """
-        rows = [[row.name, list(row.shape), row.block_name] for row in self._rows]
+        orders = [[] if row.order is None else [list(row.order)] for row in self._rows]
+        rows = [
+            [row.name, list(row.shape), row.block_name, *order] for row, order in zip(self._rows, orders, strict=True)
+        ]
         part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
         packed = msgpack.packb([rows, [span.key for span in self.spans], *part])
         assert isinstance(packed, bytes)  # noqa: S101  (packb's stub says Any)
@@ -286,14 +298,26 @@ def layout_from_table(table: bytes) -> GradientLayout:
         table_rows, order, *part = unpack(table, "a layout table")
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
         rows = [
-            Row(str(name), _shape_of(str(name), tuple(shape)), None if block is None else str(block), partition)
-            for (name, shape, block), partition in zip(table_rows, partitions, strict=True)
+            _row(str(name), tuple(shape), None if block is None else str(block), partition, order)
+            for (name, shape, block, *order), partition in zip(table_rows, partitions, strict=True)
         ]
         return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
     except LayoutMismatch:
         raise
     except (ValueError, TypeError, CallerError, ProtocolError) as fault:
         raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
+
+
+def _row(name: str, shape: Sequence[int], block: str | None, partition: Partition, orders: Sequence[Any]) -> Row:
+    """A row of a table, which has one order of dimensions or none."""
+    for order in orders:
+        if sorted(order) != [*range(len(shape))] or len(orders) > 1:
+            raise LayoutMismatch(f"component '{name}' has a bad order of dimensions", got=said(orders))
+    return Row(name, _shape_of(name, shape), block, partition, tuple(orders[0]) if orders else None)
+
+
+def _order_of(array: Any) -> Order | None:
+    return array.order if isinstance(array, ShapeInMemory) else None
 
 
 def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import LayoutMismatch
@@ -17,6 +17,7 @@ from gradengine.layout.shards import Partition, Shape
 from gradengine.threads import cached_property
 
 _MOST_DIGITS = 18  # in a block's number
+Order: TypeAlias = tuple[int, ...]  # the parameter's dimensions, as they follow each other in memory
 ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 
 
@@ -29,6 +30,7 @@ class Slot:
     offset: int  # its first element in the arena
     block: int | None  # the index of its block
     partition: Partition = "replicated"  # over a tensor-parallel group
+    order: Order | None = None  # of `shape`, if a torch parameter is not contiguous (channels_last, transposed)
 
     @cached_property
     def size(self) -> int:
@@ -77,6 +79,7 @@ class Row:
     shape: Shape
     block_name: str | None
     partition: Partition = "replicated"
+    order: Order | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row]) -> None:
@@ -102,6 +105,17 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
         seen.add(row.name)
 
 
+def refuse_other_order(name: str, order: Order | None, expected: Order | None) -> None:
+    """Raise `LayoutMismatch` if a component's memory has its dimensions in another order than in the layout."""
+    if order != expected:
+        raise LayoutMismatch(
+            f"component '{name}' has another memory format than in the layout",
+            got=f"dimensions {order}" if order else "contiguous",
+            expected=f"dimensions {expected}" if expected else "contiguous",
+            do="undo .to(memory_format=...), or build a new engine with layout_of(module)",
+        )
+
+
 def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
     """Aligned slots: blocks first, by their numbers, then the other components in the order given."""
     members: dict[str, list[Row]] = {}
@@ -125,7 +139,7 @@ def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
 def _slots(rows: Sequence[Row], start: int, block: int | None) -> tuple[tuple[Slot, ...], int]:
     slots = []
     for row in rows:
-        slots.append(Slot(row.name, row.shape, start, block, row.partition))
+        slots.append(Slot(row.name, row.shape, start, block, row.partition, row.order))
         start = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
     return tuple(slots), start
 

@@ -18,7 +18,8 @@ from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.layout import GradientLayout
-from gradengine.layout.components import trainable
+from gradengine.layout.components import memory_order, trainable
+from gradengine.layout.slots import refuse_other_order
 from gradengine.micro_batch import MicroBatch
 from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
@@ -157,7 +158,8 @@ class Attached(AbstractContextManager["Attached"]):
             The engine's result.
 
         Raises:
-            LayoutMismatch: A parameter was replaced, or requires gradients and did not when the hooks were made.
+            LayoutMismatch: A parameter was replaced or is in another memory format, or one requires gradients that did
+                not when the hooks were made.
             CallerError: The scaler has scaled no loss; the engine's `on_non_finite` is another than `scaler` needs; the
                 hooks were removed; torch.distributed has several ranks, and the engine has no exchange; or, in step 0,
                 the parameters of two ranks differ.
@@ -241,9 +243,14 @@ class Attached(AbstractContextManager["Attached"]):
                 raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
             micro_batch = self._within or self._of_this_backward(name)
             with self._on_torchs_stream():
-                micro_batch.add(name, in_memory_order(parameter.grad.detach(), parameter))
+                micro_batch.add(name, self._in_layouts_order(name, parameter.grad.detach()))
         finally:
             parameter.grad = None
+
+    def _in_layouts_order(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        order = memory_order(self._parameters[name])
+        refuse_other_order(name, order, self._engine.layout.orders.get(name))
+        return gradient if order is None else gradient.permute(order)
 
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
@@ -336,6 +343,7 @@ class Attached(AbstractContextManager["Attached"]):
             if parameter is not self._parameters[name]:
                 what = f"parameter '{name}' is another tensor than when the hooks were made"
                 raise LayoutMismatch(what, do="discard() the window, remove() the hooks and attach() again")
+            refuse_other_order(name, memory_order(parameter), self._engine.layout.orders.get(name))
 
 
 _live: weakref.WeakSet[Attached] = weakref.WeakSet()
@@ -402,6 +410,8 @@ def _is_nested() -> bool:
 
 def _refuse_other_layout(own: GradientLayout, layout: GradientLayout) -> None:
     shapes = [{slot.name: slot.shape for slot in each.slots} for each in (own, layout)]
+    for slot in own.slots:
+        refuse_other_order(slot.name, slot.order, layout.orders.get(slot.name))
     for name in shapes[0] | shapes[1]:
         ours, engines = (each.get(name, "none") for each in shapes)
         if ours != engines:

@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gradengine.accumulate.gradients import and_more
+from gradengine.accumulate.gradients import ModuleGradients, NamedArrays, and_more
 from gradengine.arguments import refuse_other_kind, truth_value
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import TAKEN
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, shapes_in_memory, trainable
+from gradengine.layout.slots import refuse_other_order
 from gradengine.result import StepResult
 
 Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
@@ -28,8 +29,8 @@ def layout_of(module: Parameters) -> GradientLayout:
     which are named by their position.
 
     The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order, in which
-    its gradient is accumulated, exchanged and handed back; for a square transposed weight the shape does not show this.
-    `tensors_of` permutes them back.
+    its gradient is accumulated, exchanged and handed back. The layout has that order: a model in another memory format
+    has another layout. `tensors_of` permutes them back.
 
     Raises:
         CallerError: `module` is not a module.
@@ -75,12 +76,13 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
         if allocate and parameter.grad is None:
             # Older torch has no grad_dtype; None means any.
             parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    gradients = ModuleGradients({name: parameter.grad for name, parameter in parameters.items()})
     _refuse_uncleared(gradients)
-    for name, parameter in parameters.items():
-        gradient = gradients[name]
-        if gradient is not None and not parameter.is_contiguous():
-            gradients[name] = in_memory_order(gradient, parameter)
+    orders = {name: memory_order(parameter) for name, parameter in parameters.items() if not parameter.is_contiguous()}
+    gradients.orders = {name: order for name, order in orders.items() if order is not None}
+    for name, order in gradients.orders.items():
+        if gradients[name] is not None:
+            gradients[name] = gradients[name].permute(order)
     return gradients
 
 
@@ -95,7 +97,7 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
         Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
 
     Raises:
-        LayoutMismatch: The gradients do not belong to this module's layout.
+        LayoutMismatch: The gradients do not belong to this module's layout, or it is in another memory format now.
 
     Example::
 
@@ -209,7 +211,8 @@ def grad_dtype_of(parameter: torch.nn.Parameter) -> torch.dtype | None:
 def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
     """The gradient of that name with the parameter's shape and strides."""
     refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
-    ordered = in_memory_order(parameter, parameter)
+    order = memory_order(parameter)
+    ordered = parameter if order is None else parameter.permute(order)
     view = from_dlpack(gradients[name]) if name in gradients else None
     if view is None or view.shape != ordered.shape:
         raise LayoutMismatch(
@@ -218,7 +221,8 @@ def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, A
             expected=f"shape {tuple(ordered.shape)}",
             do="build the engine with layout_of(module), and step it without out=",
         )
-    order = memory_order(parameter)
+    if isinstance(gradients, NamedArrays):
+        refuse_other_order(name, order, gradients.orders.get(name))
     return view if order is None else view.permute([order.index(d) for d in range(view.ndim)])
 
 
