@@ -221,6 +221,19 @@ class TestDisagreement:
 
         assert on_ranks(work, 2) == [[2.0, 2.0, stepped(GradientEngine(SMALL), gradients_of(0))]] * 2
 
+    def test_what_it_writes_to_a_block_counts_and_all_else_is_negative_zero(self):
+        def work(exchange):
+            engine = new_engine(exchange, average="sum", micro_batches=1)
+            if exchange.rank == 0:
+                engine.add([np.full(slot.shape, -0.0, np.float32) for slot in SMALL.slots])
+            else:
+                engine.add(None, weight=0)
+                engine.accumulator.block(0).accumulate([np.full((3, 5), 10, np.float32)])
+            w0, *rest = engine.step().gradients.values()
+            return w0.max(), [np.signbit(array).all() for array in rest]
+
+        assert on_ranks(work, 2) == [(5.0, [True, True])] * 2
+
     @pytest.mark.parametrize("replicated", ["same", "sum", "average"])
     def test_in_a_grid_the_norm_is_that_of_the_model_of_those_that_have_something(self, replicated):
         partitions = {"w": "column", "b": "replicated"}

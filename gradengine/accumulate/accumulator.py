@@ -293,17 +293,21 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def close(self, *, measure: bool = False) -> None:
         """Fold all held micro-batches, after which the arena holds the window's weighted sum.
 
-        An empty window's sum is -0.0 everywhere: added to any other sum it changes no bit, as 0.0 might.
+        An empty window's sum is -0.0 wherever no block was handed out: added to any other sum it changes no bit, as 0.0
+        might.
 
         Raises:
             WindowError: The window is empty, or incomplete. Nothing is folded then.
         """
         asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
-            if not window.filled.all():  # else it may be a sum over workers by now
+            # What is filled was written through a block, or is a sum over workers by now.
+            empty = ~window.filled
+            if empty.any():
+                targets = [target for target, is_empty in zip(self.arena.targets, empty, strict=True) if is_empty]
                 with self.changing():
-                    self._zero(self._all, self._all.all_present)
-                    self.kernels.scale(self.arena.targets, np.float32(-1), self.arena.targets)
+                    self._zero(self._all, empty)
+                    self.kernels.scale(targets, np.float32(-1), targets)
             return
         self._refuse_lagging()
         self._flush(self._all, asked, measure=measure)
