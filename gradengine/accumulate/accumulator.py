@@ -293,18 +293,16 @@ class GradientAccumulator(NotCopied, ABC, instead="build another of the same lay
     def close(self, *, measure: bool = False) -> None:
         """Fold all held micro-batches, after which the arena holds the window's weighted sum.
 
-        An empty window's sum is -0.0 wherever no block was handed out: added to any other sum it changes no bit, as 0.0
-        might.
+        An empty window's sum is -0.0 outside of blocks: added to any other sum it changes no bit, as 0.0 might.
 
         Raises:
             WindowError: The window is empty, or incomplete. Nothing is folded then.
         """
         asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
-            # What is filled was written through a block, or is a sum over workers by now.
-            empty = ~window.filled
+            empty = ~window.filled  # the rest was written through a block, or is a sum over workers by now
             if empty.any():
-                targets = [target for target, is_empty in zip(self.arena.targets, empty, strict=True) if is_empty]
+                targets = [self.arena.targets[position] for position in np.flatnonzero(empty).tolist()]
                 with self.changing():
                     self._zero(self._all, empty)
                     self.kernels.scale(targets, np.float32(-1), targets)
