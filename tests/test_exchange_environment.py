@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from contextlib import nullcontext
 
@@ -166,21 +167,23 @@ def test_a_token_comes_from_the_variable_or_from_the_file_that_one_names(tmp_pat
     path.write_text("a token of the file\n")
     assert read_token({}) is read_token({"GRADENGINE_TOKEN": ""}) is None
     assert read_token({"GRADENGINE_TOKEN_FILE": str(path)}) == Fact("a token of the file", "GRADENGINE_TOKEN_FILE")
-    both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": "a token of the file"}
+    both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": " a token of the file\n"}
     assert read_token(both) == Fact("a token of the file", "GRADENGINE_TOKEN")
     with pytest.raises(CallerError, match="different tokens") as refused:
         read_token(both | {"GRADENGINE_TOKEN": "one of the variable"})
     assert not any(token in str(refused.value) for token in ("of the variable", "of the file"))
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000, None])
+@pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000, "FIFO", None])
 def test_a_file_that_holds_no_token_or_is_not_there_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
     path = tmp_path / "token"
-    if content is not None:
+    if content == "FIFO":
+        os.mkfifo(path)
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(CallerError, match="token") as refused:
         read_token({"GRADENGINE_TOKEN_FILE": str(path)})
-    assert not any(word in str(refused.value) for word in ("one\n", "two", "xxx"))
+    assert not any(word in str(refused.value) for word in ("one\n", "two", "xxx", "xff"))
 
 
 def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environment):

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 from gradengine.arguments import MOST_RANKS, checked_rank, said, whole_number
 from gradengine.errors import CallerError
 from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
+from gradengine.exchange.tls import content_of
 
 JOBS = (
     "GRADENGINE_JOB",
@@ -172,23 +173,22 @@ def read_token(environment: Mapping[str, str]) -> Fact | None:
     """
     found = []
     if value := environment.get("GRADENGINE_TOKEN"):
-        found.append(Fact(value, "GRADENGINE_TOKEN"))
+        refuse_bad_token(value, "the token of GRADENGINE_TOKEN")
+        found.append(Fact(value.strip(), "GRADENGINE_TOKEN"))
     if path := environment.get("GRADENGINE_TOKEN_FILE"):
         found.append(Fact(token_in(path, " (of GRADENGINE_TOKEN_FILE)"), "GRADENGINE_TOKEN_FILE"))
+        refuse_bad_token(found[-1].value, "the token of GRADENGINE_TOKEN_FILE")
     if len({fact.value for fact in found}) > 1:
         raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE hold different tokens", do="unset one of them")
-    for value, source in found[:1]:
-        refuse_bad_token(value, f"the token of {source}")
     return found[0] if found else None
 
 
 def token_in(path: str | Path, named_by: str = "") -> str:
     """The only line of a file; raises `CallerError` if it cannot be read, is empty or longer than any token."""
     try:
-        with open(path, "rb") as file:
-            token = file.read(_MOST_TOKEN_BYTES + 1).decode().strip()
+        token = content_of(path, _MOST_TOKEN_BYTES + 1).decode().strip()
     except (OSError, ValueError) as fault:
-        reason = fault.strerror if isinstance(fault, OSError) else fault
+        reason = "not UTF-8" if isinstance(fault, UnicodeError) else getattr(fault, "strerror", None) or fault
         raise CallerError(f"cannot read the token from {str(path)!r}{named_by}: {reason}") from None
     if not token or len(token) > _MOST_TOKEN_BYTES or len(token.splitlines()) > 1:
         got = "more than a line" if token else "an empty file"

@@ -69,6 +69,8 @@ def refuse_bad_token(token: str | None, source: str = "token") -> None:
     if token is None:
         return
     refuse_other_kind(source, token, str)
+    if not token.isascii():
+        _refuse_surrogates(token, source)
     if token and len(token.strip()) < LEAST_TOKEN_CHARACTERS:
         raise CallerError(
             f"{source} is too short: whoever hears a proof of it could try all such tokens",
@@ -76,6 +78,14 @@ def refuse_bad_token(token: str | None, source: str = "token") -> None:
             expected=f"at least {LEAST_TOKEN_CHARACTERS}",
             do="make one with `openssl rand -hex 16`, the same for all ranks",
         )
+
+
+def _refuse_surrogates(token: str, source: str) -> None:
+    """Raise `CallerError` for text that has no UTF-8, as of a variable with other bytes; the error does not show it."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        raise CallerError(f"{source} is not UTF-8", do="make one with `openssl rand -hex 16`") from None
 
 
 def refuse_bad_job(job: str, source: str = "this") -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import socket
 import ssl
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final
@@ -95,7 +97,7 @@ class Certificates:
 
     def _content(self, path: Path) -> bytes:
         try:
-            return path.read_bytes()
+            return content_of(path)
         except (OSError, ValueError) as fault:
             names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
             what = f"cannot read {str(path)!r} for TLS: {getattr(fault, 'strerror', fault)}"
@@ -111,6 +113,18 @@ def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | Non
     """The certificates in a folder; if it is None, in that of GRADENGINE_TLS; None if there is neither."""
     folder = folder if folder is not None else os.environ.get(VARIABLE) or None
     return None if folder is None else Certificates(folder)
+
+
+def content_of(path: str | os.PathLike[str], most: int = -1) -> bytes:
+    """Return the first `most` bytes of a regular file; raises `OSError`, also for a FIFO, which could block."""
+    with open(path, "rb", opener=_opened_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read(most)
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def hashes_of(connection: socket.socket) -> bytes:

@@ -1,5 +1,7 @@
 """A token that could be guessed: who hears one proof may try tokens by the billion, so that short ones are refused."""
 
+import traceback
+
 import pytest
 from channel import Channel, knock
 from test_exchange_mesh import Started
@@ -27,6 +29,14 @@ def test_a_short_token_is_refused_before_anything_is_opened_and_is_not_shown(who
             USES[who](token)
         assert f"got {len(token.strip())} characters, expected at least 16" in str(told.value)
         assert token.strip() == "" or token.strip() not in str(told.value)
+
+
+@pytest.mark.parametrize("who", USES)
+def test_a_token_that_is_no_utf_8_is_refused_by_name_and_is_not_shown(who):
+    """As Python has it of a variable with other bytes; else the error of any proof would show it."""
+    with pytest.raises(CallerError, match="is not UTF-8") as told:
+        USES[who](bytes(range(97, 123)).decode() + "\udcff")
+    assert "lmno" not in "".join(traceback.format_exception(told.value))
 
 
 def test_sixteen_characters_are_taken():
