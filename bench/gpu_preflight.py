@@ -25,6 +25,7 @@ LIMIT = 240.0  # seconds that a framework has to answer: torch from a cold disk 
 PACKAGES = {
     "numpy": ("numpy>=2.0",),
     "msgpack": ("msgpack>=1.2.1",),
+    "xxhash": ("xxhash>=4.0",),
     "cupy": ("cupy-cuda{cuda}x>=14", "cuda-toolkit[nvrtc,cudart]=={cuda}.*"),
     "pytest": ("pytest>=8.2",),
     "xdist": ("pytest-xdist>=3.6",),
@@ -35,10 +36,11 @@ PACKAGES = {
 }
 PROGRAMS = ("nvidia-smi", "compute-sanitizer", "g++")
 GPU, SECOND, TORCH, JAX = "a GPU for CuPy", "a second GPU", "a GPU for torch", "a GPU for JAX"
-ESSENTIAL = ("numpy", "msgpack", "cupy", GPU)
+NEEDED = ("numpy", "msgpack", "xxhash", "cupy")
+ESSENTIAL = (*NEEDED, GPU)
 
 # Which packages a question needs; it is not asked without them.
-ASKED_OF = {GPU: ("numpy", "msgpack", "cupy"), SECOND: ("numpy", "msgpack", "cupy"), TORCH: ("torch",), JAX: ("jax",)}
+ASKED_OF = {GPU: NEEDED, SECOND: NEEDED, TORCH: ("torch",), JAX: ("jax",)}
 
 # Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
 CUPY_QUESTION = """

@@ -24,6 +24,7 @@ from gradengine.kernels.toolchain import compiled, load_cupy
 _PACKAGES = (  # alternative distributions, and what is missing without any of them
     (("numpy",), "needed"),
     (("msgpack",), "needed"),
+    (("xxhash",), "needed"),
     (("typer",), "no other commands: pip install 'gradengine[cli]'"),
     (("rich",), "no other commands: pip install 'gradengine[cli]'"),
     (("matplotlib",), "no plots: pip install 'gradengine[plot]'"),

@@ -104,7 +104,7 @@ def test_the_message_in_wire_md_is_what_it_says():
     stream = msgpack.Unpacker()
     stream.feed(message)
     prefix, fields = stream
-    assert prefix == ["GE", 4, 40, 11]
+    assert prefix == ["GE", 5, 40, 11]
     assert fields["payload"] == b"rank 1 left"
 
 

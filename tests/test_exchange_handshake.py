@@ -35,7 +35,7 @@ def test_both_sides_make_the_same_proof(token):
 
 
 def test_proof_is_the_documented_hmac():
-    facts = ["caller", 4, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
+    facts = ["caller", 5, "pretrain", 1, 4, HELLO.nonce, NONCE, 4, b"group"]
     for channel in (b"", bytes(range(64))):
         packed = msgpack.packb(facts + [channel] * bool(channel))
         expected = hmac.new(b"secret", packed, hashlib.sha256).digest()

@@ -257,7 +257,7 @@ class TestWhatIsMissing:
     def test_a_stage_asked_for_by_name_that_cannot_run_is_a_failure(self, tmp_path):
         assert run(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL, arguments=["--stage", "memcheck"]) == 1
 
-    @pytest.mark.parametrize("name", ["numpy", "msgpack", "cupy", GPU])
+    @pytest.mark.parametrize("name", ["numpy", "msgpack", "xxhash", "cupy", GPU])
     def test_without_a_gpu_or_what_the_package_needs_nothing_runs(self, name, tmp_path, capsys):
         assert run(tmp_path, BENCH, found=Preflight({name: "why"})) == 2
         assert capsys.readouterr().err == f"gpu-check cannot run here:\n  {name}: why\n"

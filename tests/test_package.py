@@ -76,7 +76,7 @@ def test_the_wheel_has_every_file_of_the_package(built, tracked):
 
 def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
     printed(empty / "pip", "install", built.wheel, cwd=tmp_path)
-    assert installed(empty) == {"gradengine", "msgpack", "numpy"}
+    assert installed(empty) == {"gradengine", "msgpack", "numpy", "xxhash"}
     assert learned(printed(empty / "python", "-c", ten_lines(), cwd=tmp_path))
     version = printed(empty / "gradengine", "--version", cwd=tmp_path)
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", version)

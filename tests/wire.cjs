@@ -1,9 +1,10 @@
-// docs/wire.md in JavaScript, with npm's @msgpack/msgpack as it is: run by test_exchange_wire_js.py.
+// docs/wire.md in JavaScript, with npm's @msgpack/msgpack and @node-rs/xxhash as they are: run by test_exchange_wire_js.py.
 // Reads JSON of hex from stdin, writes JSON to stdout: what is read in each message and transfer, and those written anew.
 "use strict";
 const { createHmac } = require("node:crypto");
 const { readFileSync } = require("node:fs");
 const { decode, decodeMulti, encode } = require("@msgpack/msgpack");
+const { xxh3 } = require("@node-rs/xxhash");
 
 const WIDE = { useBigInt64: true }; // a checksum has 64 bits
 
@@ -19,7 +20,7 @@ function message({ payload, ...fields }) {
   const bin = head(5, (bytes) => { bytes[0] = 0xc6; bytes.writeUInt32BE(payload.length, 1); });
   const header = Buffer.concat([Buffer.of(0x81 + entries.length / 2), ...entries, encode("payload"), bin]);
   const prefix = head(20, (bytes) => {
-    bytes.write("94a24745cc04ce", "hex");
+    bytes.write("94a24745cc05ce", "hex");
     bytes.writeUInt32BE(header.length, 7);
     bytes[11] = 0xcf;
     bytes.writeBigUInt64BE(BigInt(payload.length), 12);
@@ -27,13 +28,8 @@ function message({ payload, ...fields }) {
   return Buffer.concat([prefix, header, payload]);
 }
 
-// "The sum modulo 2^64 of the payload's little-endian 64-bit words, of the bytes that are left as a little-endian
-// number, of the tag, and of the payload's size times 2^32."
-function checksum(tag, payload) {
-  let sum = BigInt(tag) + (BigInt(payload.length) << 32n);
-  payload.forEach((byte, at) => { sum += BigInt(byte) << BigInt(8 * (at % 8)); });
-  return BigInt.asUintN(64, sum);
-}
+// "The checksum is XXH3 with 64 bits of the payload, with the tag as seed."
+const checksum = (tag, payload) => xxh3.xxh64(payload, BigInt(tag));
 
 // "93, uint 32 tag, uint 64 checksum, bin 32, the payload."
 function transfer(tag, payload) {

@@ -16,7 +16,7 @@ import msgpack
 from gradengine.errors import ProtocolError
 from gradengine.unpacking import refuse_unbounded
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 4096
 MAX_SMALL_PAYLOAD = 16 << 20  # of a list of ranks; and of what is gathered, layout tables for example
 MAX_TEXT_BYTES = 1 << 16  # of the text of a refusal or an abort

@@ -4,7 +4,8 @@ Memory in a shared mapping is lent: a message over a Unix socket says at which o
 carries the descriptor of the memory, which the receiver maps for reading. When the receiver has copied it, or has read
 what it borrowed, an empty message says so, and only then the send is over. All else is sent over the socket.
 
-All messages have checksums. Lent memory is not sent, and has none: a checksum would cost one more pass over memory.
+All messages have checksums. Lent memory is not sent, and has none: a checksum would cost both ranks one more pass over
+memory.
 
 A rank that closes does not wait for ranks that read what it has lent, since they may be stopped; its user may then
 overwrite that memory. But its connections have ended before that, and a rank that has read checks this: if they have
