@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
+import xxhash
 
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError
@@ -29,4 +29,5 @@ def refuse_other_weights(engine: GradientEngine, parameters: Mapping[str, torch.
 def digest(parameter: torch.Tensor) -> int:
     """Return a hash of a tensor's values, in the order of its dimensions: the same for any strides and device."""
     values = parameter.detach().cpu().contiguous().flatten()
-    return int.from_bytes(hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).digest(), "little")
+    found: int = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy())
+    return found
