@@ -1,5 +1,6 @@
 """What each algorithm sends, beside counts by hand, and by playing it; what backward hides of it."""
 
+import dataclasses
 import itertools
 import math
 
@@ -118,7 +119,8 @@ def test_no_link_carries_more_than_the_busiest_nor_all_more_than_there_are_links
         assert traffic.total_bytes <= (world + (name == "star")) * traffic.busiest_link_bytes
         assert traffic.total_bytes == 2 * (world - (name != "star")) * sum(sizes)
     assert found["ordered"].busiest_link_bytes == found["ring"].busiest_link_bytes < found["star"].busiest_link_bytes
-    assert found["nccl"].seconds <= found["ring"].seconds * (1 + 1e-9)
+    assert dataclasses.replace(found["nccl"], span_seconds=found["ordered"].span_seconds) == found["ordered"]
+    assert found["nccl"].seconds <= found["ordered"].seconds * (1 + 1e-9)
 
 
 # ---- seconds ----
@@ -143,19 +145,6 @@ def test_a_process_s_sums_and_sockets_limit_what_is_ours_alone():
     for others in (ring, nccl):
         assert others([10**9], 3, sums) == others([10**9], 3, network(1e18))
         assert others([10**6], 2, slow).seconds == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize(("world", "messages", "depth"), [(2, 2, 1), (4, 4, 2), (65, 4, 7)])
-def test_a_rank_of_two_trees_sends_half_a_span_to_each_parent_and_child(world, messages, depth):
-    traffic = nccl([1 << 10], world, network(1e12, latency=1.0))
-    assert (traffic.messages, traffic.busiest_link_bytes) == (messages, messages * (1 << 9))
-    assert traffic.latency_steps == 2 * depth + 1
-
-
-def test_nccl_takes_the_tree_where_latency_counts_and_the_ring_where_bytes_do():
-    small, large = (nccl([nbytes], 64, network(1e9, latency=1e-5)) for nbytes in (1 << 10, 1 << 32))
-    assert (small.latency_steps, small.busiest_link_bytes) == (12 + 1, 2 << 10)
-    assert (large.latency_steps, large.busiest_link_bytes) == (126 + 1, (1 << 32) * 126 // 64)
 
 
 # ---- when spans are ready ----

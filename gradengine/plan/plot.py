@@ -16,7 +16,7 @@ _STYLES: dict[str, tuple[str, str, Any, float]] = {
     "ordered": ("ordered: tcp://, mpi://", "#4c72b0", "-", 4.0),  # often with ring and NCCL on it
     "star": ("star: served=True", "#c44e52", "-", 2.2),
     "ring": ("ring (other libraries)", "#dd8452", (0, (4, 8)), 1.8),
-    "nccl": ("NCCL (nccl://, planned)", "#8fd39a", (6, (4, 8)), 1.8),
+    "nccl": ("NCCL: process_group=", "#8fd39a", (6, (4, 8)), 1.8),
     "tcp://": ("tcp://", "#c44e52", "-", 2.2),
     "unix://": ("unix://", "#4c72b0", "-", 2.2),
     "shared memory": ("shared memory", "#8172b3", "-", 2.2),

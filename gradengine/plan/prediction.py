@@ -46,8 +46,10 @@ _RANGES = {  # wide, but such that no sum or product of theirs overflows
     "tp_latency_seconds": (0.0, 10.0, "s"),
     "tflops": (1e-9, 1e9, "TFLOP/s"),
     "backward_seconds": (1e-9, 1e9, "s"),
+    "device_gigabytes": (1e-3, 1e9, "GB"),
     **dict.fromkeys(("bandwidth", "tp_bandwidth", "socket_bandwidth", "sum_bandwidth"), (1.0, 1e18, "bytes/s")),
 }
+_TRANSPORTS = {"ordered": "tcp://", "nccl": "process_group="}  # the others are named as they are passed
 _FORMAT = 2  # of the JSON: docs/plan.md says what is in it
 _OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
 _ENOUGH = 0.05  # of a step: what something faster must save to be worth its trouble
@@ -85,6 +87,7 @@ class Question:
     backward_seconds: float | None = None
     vocab_parallel: bool = False  # whether the vocabulary is cut too
     device: str = "cuda"  # where the model is
+    device_gigabytes: float = 80.0  # memory of a GPU, in 10^9 bytes
     machine: Rates | None = None  # the rates of the one machine that all workers are on, instead of `bandwidth`
 
     def __post_init__(self) -> None:
@@ -135,7 +138,8 @@ class Question:
         spans = span_bytes(layout)
         if self.bandwidth is not None:
             network = Network(self.bandwidth, self.latency_seconds, self.socket_bandwidth, self.sum_bandwidth)
-            return {name: algorithm(spans, workers, network) for name, algorithm in ALGORITHMS.items()}
+            names = [name for name in ALGORITHMS if name != "nccl" or self.device == "cuda"]
+            return {name: ALGORITHMS[name](spans, workers, network) for name in names}
         rates = self.machine
         assert rates is not None  # noqa: S101  (one of both is given)
         return {name: on_one_machine(name, spans, workers, rates) for name in rates.transports(self.device)}
@@ -186,7 +190,8 @@ class Compute:
 class Choice:
     """The recommended transport."""
 
-    transport: str  # "none" for one worker, "shared memory" or "unix://" on one machine, else "tcp://"
+    # "none" for one worker, "shared memory" or "unix://" on one machine, else "tcp://", or "process_group=" by NCCL
+    transport: str
     reason: str  # one sentence
     waits_of_step: float = 0.0  # the step's wait for it, as a share of the step
     remedies: tuple[str, ...] = ()  # ways to shorten a wait of more than a fifth of the step, each a sentence
@@ -205,6 +210,13 @@ class Plan:
     choice: Choice  # the transport to take
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes by which a rank's memory is more than its GPU's; 0 if it fits, or on the CPU."""
+        if self.question.device != "cuda":
+            return 0
+        return max(0, self.memory.on_device - int(1e9 * self.question.device_gigabytes))
+
+    @property
     def compute_seconds(self) -> float:
         """Seconds of a step's micro-batches on one rank."""
         return self.question.micro_batches * self.compute.seconds
@@ -217,7 +229,8 @@ class Plan:
             "format": _FORMAT,
             "model": dataclasses.asdict(model) | sizes | {"elements_per_rank": self.layout.num_elements},
             "question": _asked(question) | {"ranks": question.workers * question.tp},
-            "memory_bytes_per_rank": dataclasses.asdict(self.memory) | {"on_device": self.memory.on_device},
+            "memory_bytes_per_rank": dataclasses.asdict(self.memory)
+            | {"on_device": self.memory.on_device, "missing": self.missing_bytes},
             "tensor_parallel": {name: getattr(cost, name) for name in _OF_COST.split()}
             | {"seconds_per_step": question.tp_seconds},
             "compute": dataclasses.asdict(self.compute) | {"seconds_per_step": self.compute_seconds},
@@ -365,16 +378,18 @@ def choose(
 ) -> Choice:
     """The transport to use, how long a step of several workers waits for it, and what would shorten that.
 
-    `faster_link` is a link as fast as the sockets, with the exchange over it, if the question's own link is slower.
+    NCCL is taken if it shortens a step by more than a twentieth. `faster_link` is a link as fast as the sockets, with
+    the exchange over it, if the question's own link is slower.
 
     Example:
         >>> choose(1, 0.99, {"unix://": Overlap(1.0, 0.01)}).reason
         'a step waits 10.0 ms for it, 1.0% of its time.'
     """
     taken = next(name for name in ("ordered", "shared memory", "unix://") if name in exchanges)
-    transport = "tcp://" if taken == "ordered" else taken
-    waits = exchanges[taken].exposed_seconds
-    step = micro_batches * micro_batch_seconds + waits
+    waits, compute = exchanges[taken].exposed_seconds, micro_batches * micro_batch_seconds
+    if "nccl" in exchanges and waits - exchanges["nccl"].exposed_seconds > _ENOUGH * (compute + waits):
+        taken, waits, faster_link = "nccl", exchanges["nccl"].exposed_seconds, None
+    transport, step = _TRANSPORTS.get(taken, taken), compute + waits
     reason = f"a step waits {duration(waits)} for it, {waits / step:.1%} of its time."
     if waits <= _LONG * step:
         return Choice(transport, reason, waits / step)
@@ -386,7 +401,7 @@ def choose(
     ring = exchanges.get("ring", exchanges[taken]).exposed_seconds
     if waits - ring > _ENOUGH * step:
         faster = duration(ring)
-        remedies.append(f"Another library's ring, such as NCCL's, would wait {faster}; its sums are in another order.")
+        remedies.append(f"Another library's ring, such as gloo's, would wait {faster}; its sums are in another order.")
     return Choice(transport, reason, waits / step, tuple(remedies))
 
 

@@ -18,18 +18,18 @@ __all__ = ["show", "size"]
 _ALGORITHMS = {  # on one machine: the transport
     "ordered": "ordered, tcp://",
     "star": "star, served=True",
-    "nccl": "NCCL, nccl:// *",
+    "nccl": "NCCL, process_group=",
     "threads": "local_group",
     "served": "tcp://, served",
 }
 _EXPOSED = "hidden: while the last backward runs; exposed: what the step waits"
-_OVER_LINKS = f"{_EXPOSED}\n* planned, not in this version"
 _ONE_MACHINE = f"{_EXPOSED}, its engine's work included"
 _SHARED_CORES = (
     "exposed: what the step waits, its engine's work included; backward takes the same cores, and hides nothing"
 )
 _HOW = {  # by the transport that is chosen
     "tcp://": "On one machine connect() takes a faster link by itself: the same bits; see --one-machine.",
+    "process_group=": "connect(process_group=torch.distributed.group.WORLD) sums by NCCL in rank order: docs/nccl.md.",
     "shared memory": "connect() takes it by itself where all ranks are on one host.",
 }
 _ON_THE_HOST = ("exchange_rows", "pinned_rows")
@@ -116,14 +116,17 @@ def _exchanges(plan: Plan) -> Table:
     for name, (traffic, overlap) in plan.exchanges.items():
         times = map(duration, (overlap.seconds, overlap.hidden_seconds, overlap.exposed_seconds))
         table.add_row(_ALGORITHMS.get(name, name), size(traffic.busiest_link_bytes), *times)
-    table.caption = _OVER_LINKS if plan.question.machine is None else _ONE_MACHINE
+    table.caption = _EXPOSED if plan.question.machine is None else _ONE_MACHINE
     if plan.question.has_shared_cores:
         table.caption = _SHARED_CORES
     return table
 
 
 def _conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
-    choice = plan.choice
+    choice, has = plan.choice, plan.question.device_gigabytes
+    if plan.missing_bytes:
+        needs = size(plan.memory.on_device)
+        yield "memory", f"a rank needs {needs}, and its GPU has {has:g} GB (--device-gigabytes): raise --tp."
     yield "choose", f"{'no exchange' if choice.transport == 'none' else choice.transport}: {choice.reason}"
     for remedy in choice.remedies:
         yield "", f"- {remedy}"

@@ -2,15 +2,15 @@
 
 Each rank has one link with its bandwidth in both directions at once, and all links meet in a switch that is never full.
 Spans are sent one by one. All algorithms move the fp32 arena, and agree on the step by one small gather at the end.
-Ordered and star, which are ours, are limited by their hosts too: by a process's sockets and by its sum. Ring and NCCL,
-other libraries', are as fast as the links.
+Ordered and star are limited by their hosts too: by a process's sockets and by its sum. NCCL moves the same shares from
+GPU to GPU, and a ring is another library's: only the links limit these two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
@@ -140,20 +140,28 @@ def _rate(network: Network) -> float:
 
 
 class _Way(NamedTuple):
-    """One way to sum a span: the share of its bytes that the busiest link carries each way, and messages."""
+    """A way to sum a span: the share of its bytes that each link carries each way, and each rank's messages."""
 
     share: Fraction
-    latency_steps: int
     messages: int
 
     def seconds(self, nbytes: int, network: Network) -> float:
-        transfer = float(self.share) * nbytes / network.bandwidth.bytes_per_second
-        return transfer + self.latency_steps * network.latency_seconds
+        return float(self.share) * nbytes / network.bandwidth.bytes_per_second
 
 
 def _around(workers: int) -> _Way:
     messages = 2 * (workers - 1)
-    return _Way(Fraction(messages, workers), messages, messages)
+    return _Way(Fraction(messages, workers), messages)
+
+
+def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
+    """`process_group=` of a group with NCCL, which moves the shares of `ordered` from GPU to GPU.
+
+    >>> nccl([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).seconds
+    1.5e-06
+    """
+    way = _around(workers)
+    return replace(ordered(spans, workers, network), span_seconds=tuple(way.seconds(n, network) for n in spans))
 
 
 def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
@@ -162,34 +170,17 @@ def ring(spans: Sequence[int], workers: int, network: Network) -> Traffic:
     >>> ring([1000], 4, Network(Bandwidth.gigabytes(1), latency_seconds=0.0)).busiest_link_bytes
     1500
     """
-    return _fastest(spans, workers, network, [_around(workers)])
-
-
-def nccl(spans: Sequence[int], workers: int, network: Network) -> Traffic:
-    """NCCL: for each span the faster of a ring and a double binary tree, which is about how NCCL chooses.
-
-    The two trees carry half of the span each (Sanders, Speck and Traeff 2009), 2 ceil(log2 W) messages up and down. A
-    rank that is within one and a leaf of the other sends half a span to its parent in both and to its two children in
-    one: 4 messages, twice the span.
-    """
-    halves = min(workers, 4)  # of 2 ranks each is a root and a leaf, of 3 none is within
-    tree = _Way(Fraction(halves, 2), 2 * (workers - 1).bit_length(), halves)
-    return _fastest(spans, workers, network, [_around(workers), tree])
-
-
-def _fastest(spans: Sequence[int], workers: int, network: Network, ways: Sequence[_Way]) -> Traffic:
-    """The traffic if each span is summed in the fastest of these ways; only the links limit it."""
+    way, latency = _around(workers), network.latency_seconds
     if workers == 1:
         return Traffic(span_seconds=(0.0,) * len(spans))
-    taken = [min((way.seconds(nbytes, network), way) for way in ways) for nbytes in spans]
     return Traffic(
-        busiest_link_bytes=math.ceil(sum(way.share * nbytes for (_, way), nbytes in zip(taken, spans, strict=True))),
-        other_link_bytes=math.ceil(_around(workers).share * sum(spans)),
+        busiest_link_bytes=math.ceil(way.share * sum(spans)),
+        other_link_bytes=math.ceil(way.share * sum(spans)),
         total_bytes=2 * (workers - 1) * sum(spans),
-        messages=sum(way.messages for _, way in taken),
-        latency_steps=sum(way.latency_steps for _, way in taken) + 1,
-        span_seconds=tuple(seconds for seconds, _ in taken),
-        tail_seconds=network.latency_seconds,
+        messages=way.messages * len(spans),
+        latency_steps=way.messages * len(spans) + 1,
+        span_seconds=tuple(way.seconds(n, network) + way.messages * latency for n in spans),
+        tail_seconds=latency,
     )
 
 
