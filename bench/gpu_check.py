@@ -1,7 +1,7 @@
 """All that wants a GPU, in stages: `make gpu-check`, or `make gpu-check ARGS=--list`; see docs/gpu-check.md.
 
 Each stage is a process of its own with a limit of its own: one that fails, hangs or loses the device leaves the others'
-figures. All together end within an hour, each part of them (`ARGS="--part figures"`) within ten minutes, with the
+figures. All together end in half an hour, each part of them (`ARGS="--part figures"`) within ten minutes, with the
 figures that matter most first. Before them a preflight imports all that takes long, and says what the machine lacks,
 which stages and tests do not run for that, and the one line that installs it; nothing is installed here.
 
