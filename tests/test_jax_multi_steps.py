@@ -246,10 +246,14 @@ class TestNotFinite:
         assert int(state.inner_opt_state.notfinite_count) == 1
         assert not state.skipped
 
-    def test_raise_keeps_the_window(self):
-        engine = engine_for(self.PARAMETERS(), micro_batches=2)
+    @pytest.mark.parametrize("is_resumed", [False, True])
+    def test_raise_keeps_the_window(self, is_resumed):
+        engine, resumed = (engine_for(self.PARAMETERS(), micro_batches=2) for _ in range(2))
         optimizer = multi_steps(optax.sgd(1.0), engine)
         _, state = optimizer.update(self.gradients(1.0), optimizer.init(self.PARAMETERS()))
+        if is_resumed:
+            resumed.load_state_dict(engine.state_dict())
+            engine, optimizer = resumed, multi_steps(optax.sgd(1.0), resumed)
         for _ in range(2):
             with pytest.raises(NonFiniteGradient, match="'w'"):
                 optimizer.update(self.gradients(math.nan), state)

@@ -96,7 +96,8 @@ class _MultiSteps:
         self._tree: tuple[Any, GradientTree] | None = None  # of the gradients that came last, and their structure
         self._names: dict[str, str] = {_unboxed(slot.name): slot.name for slot in engine.layout.slots}
         self._complete: object = None  # the window that has its last micro-batch, and not its step
-        self._returned = 0, 0  # gradient_step and mini_step of the last state that was returned
+        # Gradient_step and mini_step of the last state that was returned, here or before a restart.
+        self._returned: tuple[int | None, int | None] = 0, 0
         self._step_reached = 0  # what the last state that was returned with a step's updates has
         self._proposed = jax.jit(self._propose, static_argnums=0)
         self._decided = jax.jit(self._decide, donate_argnums=(1,) if donate_state else ())
@@ -198,7 +199,7 @@ class _MultiSteps:
         return {"mini_step": np.array(count, np.int32), "gradient_step": np.array(step, np.int32)}
 
     def _refuse_other_window(self, state: MultiStepsState, count: int) -> None:
-        """Raise unless the state is of the engine's window, or of one before it that was dropped by `discard()`."""
+        """Raise unless the state is of the engine's window, or of one before it that was dropped; note its position."""
         step = self._engine.current_step
         earliest = step if count else min(step, self._step_reached)
         of_state, count_of_state = (as_index(number) for number in (state.gradient_step, state.mini_step))
@@ -211,6 +212,7 @@ class _MultiSteps:
                 expected=f"{step} and {count}",
                 do="pass the state of the last update(); after a restart load the engine's state_dict() of then",
             )
+        self._returned = of_state, count_of_state
 
 
 def _refuse_traced(*given: Any) -> None:
