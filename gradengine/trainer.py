@@ -190,11 +190,11 @@ class DistributedTrainer:
         if self.engine.has_open_window:
             raise self._error(_UNFINISHED)
         self._batch, self._losses = Batch.ADDING, []
-        for count, micro_batch in enumerate(batches, start=1):
+        for micro_batch in batches:
             weight = self._weight(micro_batch)
             if weight == 0:
                 continue  # it counts nothing, and its loss, a mean over 0 tokens, may be NaN
-            last = count == self.engine.micro_batches
+            last = len(self._losses) + 1 == self.engine.micro_batches
             streams = last and hasattr(self.trainer, "stream_backward")
             loss = self._stream(micro_batch, weight) if streams else self._add(micro_batch, weight)
             self._losses.append((loss, weight))

@@ -109,6 +109,17 @@ class TestSameWeights:
         assert streamed == on_ranks(train, 3)
         assert [trainer.streamed for trainer in trainers] == [3, 3, 3]  # the last of two in each of three steps
 
+    def test_streaming_begins_with_the_last_micro_batch_that_counts(self):
+        class Weighed(Streaming, TokenRegression):
+            pass
+
+        def work(exchange, kind):
+            distributed = new_trainer(kind(), exchange, micro_batches=2)
+            loss = distributed.train_batch([micro_batch(i, rows) for i, rows in enumerate((0, 3, 1, 0))])
+            return loss, digest(distributed), getattr(distributed.trainer, "streamed", 1)
+
+        assert on_ranks(lambda e: work(e, Weighed), 2) == on_ranks(lambda e: work(e, TokenRegression), 2)
+
     def test_one_micro_batch_each_is_one_process_with_all_bit_for_bit(self):
         (_, alone, _), outcomes = train(None, each=3), on_ranks(lambda e: train(e, each=1), 3)
         assert [digest for _, digest, _ in outcomes] == [alone] * 3
