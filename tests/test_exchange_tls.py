@@ -18,6 +18,7 @@ from transports import SMALL, SOON, Worker, bound, contributions, leave_together
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
 from gradengine.exchange.addresses import connect_once
+from gradengine.exchange.environment import token_in
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, nameless
@@ -273,6 +274,25 @@ def test_a_file_that_cannot_be_used_is_named(folders, tmp_path, name, made):
     certificates.shell(made.replace("{}", name), tmp_path)
     with pytest.raises(CallerError, match="password" if "pkcs8" in made else name):
         connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
+
+
+def test_a_secret_that_other_users_can_open_is_warned_of_once(folders, tmp_path, caplog):
+    shutil.copytree(folders / "run", tmp_path / "run")
+    token, key = tmp_path / "token", tmp_path / "run" / "tls.key"
+    token.write_text(TOKEN)
+    for mode in (0o600, 0o640, 0o644, 0o600):
+        for path in (key, token):
+            path.chmod(mode)
+        for _ in range(2):
+            Certificates(tmp_path / "run")
+            assert token_in(token) == TOKEN
+    assert [
+        f"{path}'" in said and f"(mode {mode})" in said
+        for said, (mode, path) in zip(
+            caplog.messages, [(640, key), (640, token), (644, key), (644, token)], strict=True
+        )
+    ] == [True] * 4
+    assert all("chmod 600" in said and TOKEN not in said for said in caplog.messages)
 
 
 def test_what_is_no_folder_and_mpi_takes_none(run):

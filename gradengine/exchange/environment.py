@@ -186,7 +186,7 @@ def read_token(environment: Mapping[str, str]) -> Fact | None:
 def token_in(path: str | Path, named_by: str = "") -> str:
     """The only line of a file; raises `CallerError` if it cannot be read, is empty or longer than any token."""
     try:
-        token = content_of(path, _MOST_TOKEN_BYTES + 1).decode().strip()
+        token = content_of(path, _MOST_TOKEN_BYTES + 1, is_secret=True).decode().strip()
     except (OSError, ValueError) as fault:
         reason = "not UTF-8" if isinstance(fault, UnicodeError) else getattr(fault, "strerror", None) or fault
         raise CallerError(f"cannot read the token from {str(path)!r}{named_by}: {reason}") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -97,7 +99,7 @@ class Certificates:
 
     def _content(self, path: Path) -> bytes:
         try:
-            return content_of(path)
+            return content_of(path, is_secret=path.name == KEY)
         except (OSError, ValueError) as fault:
             names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
             what = f"cannot read {str(path)!r} for TLS: {getattr(fault, 'strerror', fault)}"
@@ -115,12 +117,24 @@ def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | Non
     return None if folder is None else Certificates(folder)
 
 
-def content_of(path: str | os.PathLike[str], most: int = -1) -> bytes:
-    """Return the first `most` bytes of a regular file; raises `OSError`, also for a FIFO, which could block."""
+def content_of(path: str | os.PathLike[str], most: int = -1, *, is_secret: bool = False) -> bytes:
+    """Return the first `most` bytes of a regular file; raises `OSError`, also for a FIFO, which could block.
+
+    Logs a warning if other users can open a secret one. Kubernetes mounts secrets so, therefore that is no error.
+    """
     with open(path, "rb", opener=_opened_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file")
+        if is_secret and mode & 0o077:
+            warn_once(f"other users can open {str(path)!r}, which holds a secret (mode {mode & 0o777:o}): chmod 600 it")
         return file.read(most)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, if this process has not logged the same one before."""
+    logging.getLogger("gradengine.exchange").warning(text)
 
 
 def _opened_at_once(path: str, flags: int) -> int:
