@@ -16,13 +16,13 @@ from test_exchange_mesh import Clock, Started, form, start
 from transports import SMALL, SOON, Worker, bound, contributions, leave_together, on_all, rank_order_sum, tcp_pair
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
 from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.environment import token_in
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, nameless
-from gradengine.exchange.tls import Certificates, certificates_of
+from gradengine.exchange.tls import Certificates, certificates_of, warn_once
 from gradengine.exchange.wire import Hello, Nonce
 from gradengine.layout import GradientLayout
 
@@ -274,6 +274,18 @@ def test_a_file_that_cannot_be_used_is_named(folders, tmp_path, name, made):
     certificates.shell(made.replace("{}", name), tmp_path)
     with pytest.raises(CallerError, match="password" if "pkcs8" in made else name):
         connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
+
+
+def test_what_leaves_the_host_in_plain_is_warned_of_once(run, tmp_path, caplog, monkeypatch):
+    def formed(address, tls=None):
+        warn_once.cache_clear()
+        for _ in range(2):
+            form(start(Listener(address, TOKEN), 2, range(2), tls=tls))
+        return sum("in plain: pass tls=" in said for said in caplog.messages)
+
+    assert formed(("127.0.0.1", 0)) == 0
+    monkeypatch.setattr(mesh, "is_loopback", lambda host: host != "127.0.0.1")  # as if that were another host's
+    assert (formed(str(tmp_path / "s")), formed(("127.0.0.1", 0), run), formed(("127.0.0.1", 0))) == (0, 0, 1)
 
 
 def test_a_secret_that_other_users_can_open_is_warned_of_once(folders, tmp_path, caplog):

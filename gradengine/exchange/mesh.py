@@ -66,8 +66,8 @@ from gradengine.exchange.reach import (
     refuse_other_link,
     refuse_out_of_reach,
 )
-from gradengine.exchange.rendezvous import LOOPBACK
-from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of
+from gradengine.exchange.rendezvous import LOOPBACK, is_loopback
+from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of, warn_once
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
@@ -271,6 +271,7 @@ class _Joining:
         try:
             join()
             self.end()
+            self._warn_in_plain()
             kind = SharedMemoryLink if self._link == "shared_memory" else SocketLink
             hub = self._world_size if self._is_server or self._world_size in self.lines else None
             return kind(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
@@ -326,6 +327,11 @@ class _Joining:
         self._selector.close()
         if self._listener is not None:
             self._listener.close()
+
+    def _warn_in_plain(self) -> None:
+        """Log once in a process that what this rank sends to other hosts is not encrypted."""
+        if self._tls is None and not all(line.is_local or is_loopback(line.origin) for line in self.lines.values()):
+            warn_once("gradients are sent to other hosts in plain: pass tls= to encrypt them (docs/tls.md)")
 
     # ---- as the rank that calls ----
 

@@ -329,7 +329,7 @@ def origin(connection: socket.socket) -> str:
     if connection.family == socket.AF_UNIX:
         return "this host"
     try:
-        return str(connection.getpeername()[0])
+        return str(connection.getpeername()[0]).removeprefix("::ffff:")  # IPv4, where a socket listens for both
     except OSError:
         return "gone"
 
