@@ -116,8 +116,8 @@ def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
 
 
 def checked_loss_scale(value: float) -> float:
-    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-64..2**64."""
+    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-126..2**126."""
     scale = as_float(value)
-    if not 2.0**-64 <= scale <= 2.0**64:  # NaN is refused too
-        raise out_of_range("loss_scale", value, "2**-64..2**64")
+    if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too
+        raise out_of_range("loss_scale", value, "2**-126..2**126")
     return scale

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import strategies as draw
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
 from ranks import on_ranks
@@ -654,6 +654,75 @@ class TestGradScaler:
         assert scalers[0].get_scale() != 2.0**4
         np.testing.assert_allclose(seen[0], seen[1], rtol=1e-4)
         assert [s["step"] for s in optimizers[0].state.values()] == [s["step"] for s in optimizers[1].state.values()]
+
+    @given(st.lists(st.sampled_from(["", "", "D", "G", "DG"]), max_size=12))
+    @example(["G", "", "", "", "D", "DG"])
+    def test_one_for_two_models_does_what_torch_does_with_two_steps_and_one_update(self, bad):
+        """A GAN, whose generator's loss runs through the discriminator; both backward passes come first."""
+        scalers, runs = [self.scaler(), self.scaler()], []
+        for is_ours, scaler in zip((True, False), scalers, strict=True):
+            nets = {"D": Net(0), "G": Net(1)}
+            optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+            options = {"max_norm": 0.05, "on_non_finite": "pass"}
+            hooks = {n: attach(net, GradientEngine(layout_of(net), **options)) for n, net in nets.items() if is_ours}
+            for step, at in enumerate(bad):
+                losses = {"D": loss_of(nets["D"], step), "G": nets["D"](nets["G"](batch(step))).square().mean()}
+                losses = {n: scaler.scale(loss * (math.inf if n in at else 1)) for n, loss in losses.items()}
+                for name, net in nets.items():
+                    losses[name].backward(inputs=[*net.parameters()])
+                for name, optimizer in optimizers.items():
+                    if is_ours:
+                        hooks[name].step(scaler=scaler, unscale=False)
+                    else:
+                        scaler.unscale_(optimizer)
+                        torch.nn.utils.clip_grad_norm_(nets[name].parameters(), 0.05)
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                scaler.update()
+            runs.append([p.detach().numpy() for net in nets.values() for p in net.parameters()])
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        for ours, theirs in zip(*runs, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+    def test_one_that_is_updated_here_serves_no_other_model(self):
+        scaler, (attached, ours, *_), (other, theirs, *_) = (
+            self.scaler(),
+            *(pair({"on_non_finite": "skip"}) for _ in range(2)),
+        )
+
+        def step(which, module):
+            module.zero_grad()
+            scaler.scale(loss_of(module, 0)).backward()
+            return which.step(scaler=scaler).micro_batches
+
+        assert step(attached, ours) == 1
+        with pytest.raises(CallerError, match=r"another model.*unscale=False.*update\(\) once"):
+            step(other, theirs)
+        attached.remove()
+        scaler.load_state_dict(scaler.state_dict())
+        assert step(other, theirs) == 2
+        ours.zero_grad()
+        scaler.scale(loss_of(ours, 0)).backward()
+        scaler.step(torch.optim.SGD(ours.parameters(), lr=1.0))  # plain torch, of an old scale perhaps
+        scaler.update()
+        with pytest.raises(CallerError, match="another model"):
+            step(other, theirs)
+
+    @pytest.mark.parametrize("unscale", [True, False])
+    def test_a_scale_that_grows_without_end(self, unscale):
+        """As in bf16, where nothing overflows: growth ends at 2**64, or goes on if it is not updated here."""
+        scaler = self.scaler(init_scale=2.0**63, growth_interval=1)
+        attached, ours, *_ = pair({"on_non_finite": "skip" if unscale else "pass"})
+        loss_of(ours, 0).backward()
+        norm = attached.step().norm
+        for _ in range(3):
+            ours.zero_grad()
+            scaler.scale(loss_of(ours, 0)).backward()
+            assert attached.step(scaler=scaler, unscale=unscale).norm == pytest.approx(norm)
+            if not unscale:
+                scaler.step(torch.optim.SGD(ours.parameters(), lr=0.0))
+                scaler.update()
+        assert scaler.get_scale() == 2.0 ** (64 if unscale else 66)
 
     def test_what_is_refused_and_keeps_the_window(self):
         """One that is not enabled is none."""

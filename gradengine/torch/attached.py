@@ -147,12 +147,12 @@ class Attached(AbstractContextManager["Attached"]):
         (`on_non_finite="skip"`) all are None, so that `optimizer.step()` changes nothing; on a GPU this waits for it.
 
         Args:
-            scaler: The torch.amp.GradScaler that scaled the window's losses; the engine has `on_non_finite="skip"`.
-                The gradients are unscaled and the scaler is updated here: call `optimizer.step()` afterwards, and
-                neither `scaler.step` nor `scaler.update`.
-            unscale: False if a trainer calls `scaler.step` and `scaler.update` itself. Then `.grad` is clipped by the
-                true norm and still multiplied by the scale, and the engine has `on_non_finite="pass"`: the scaler
-                skips and is updated as usual.
+            scaler: The torch.amp.GradScaler that scaled the window's losses, and those of no other model; the engine
+                has `on_non_finite="skip"`. The gradients are unscaled and the scaler is updated here, to 2**64 at
+                most: call `optimizer.step()` afterwards, and neither `scaler.step` nor `scaler.update`.
+            unscale: False if `scaler.step(optimizer)` and `scaler.update()` follow, as in a trainer, and where several
+                models share a scaler. Then `.grad` is clipped by the true norm and still multiplied by the scale, and
+                the engine has `on_non_finite="pass"`: the scaler skips and is updated as usual.
 
         Returns:
             The engine's result.
@@ -160,9 +160,9 @@ class Attached(AbstractContextManager["Attached"]):
         Raises:
             LayoutMismatch: A parameter was replaced or is in another memory format, or one requires gradients that did
                 not when the hooks were made.
-            CallerError: The scaler has scaled no loss; the engine's `on_non_finite` is another than `scaler` needs; the
-                hooks were removed; torch.distributed has several ranks, and the engine has no exchange; or, in step 0,
-                the parameters of two ranks differ.
+            CallerError: The scaler has scaled no loss, or serves another model; the engine's `on_non_finite` is another
+                than `scaler` needs; the hooks were removed; torch.distributed has several ranks, and the engine has no
+                exchange; or, in step 0, the parameters of two ranks differ.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -178,6 +178,8 @@ class Attached(AbstractContextManager["Attached"]):
             refuse_other_weights(self._engine, self._parameters)
         used = scaler if scaler is not None and _is_enabled(scaler) else None
         loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
+        if loss_scale is not None and unscale:
+            _refuse_shared(used, self)
         with self._on_torchs_stream():
             result, gradients = self._stepped(loss_scale)
         is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
@@ -186,7 +188,7 @@ class Attached(AbstractContextManager["Attached"]):
             parameter.grad = kept.get(name)
         self._given = {name: weakref.ref(gradient) for name, gradient in kept.items()}
         if loss_scale is not None and unscale:
-            _tell(used, next(iter(self._parameters.values())).device, is_skipped=is_skipped)
+            _update(used, self, loss_scale, is_skipped=is_skipped)
         elif loss_scale is not None and kept:
             torch._foreach_mul_(list(kept.values()), loss_scale)
         return result
@@ -440,10 +442,39 @@ def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
     return float(scaler.get_scale())
 
 
-def _tell(scaler: Any, device: torch.device, *, is_skipped: bool) -> None:
+_MOST_SCALE = 2.0**64
+#: Scaler -> who updated it last, and the versions of its scale and growth tracker after that.
+_updated: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Attached], int, int]] = weakref.WeakKeyDictionary()
+
+
+def _versions(scaler: Any) -> tuple[int, int]:
+    found = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
+    scale, tracker = (-1 if each is None else each._version for each in found)
+    return scale, tracker
+
+
+def _refuse_shared(scaler: Any, attached: Attached) -> None:
+    """Raise `CallerError` if others use a scaler that this step would update: their losses may have an old scale."""
+    last, *seen = _updated.get(scaler, (weakref.ref(attached), *_versions(scaler)))
+    other, versions = last(), _versions(scaler)
+    # `load_state_dict` of a scaler writes both, and `update` the scale alone.
+    is_updated = versions[0] != seen[0] and versions[1] == seen[1]
+    if is_updated or (other in _live and other is not attached):
+        raise CallerError(
+            "the scaler serves another model or loop too, and this step would update it once more",
+            do='build the engines with on_non_finite="pass", call step(scaler=scaler, unscale=False), then '
+            "scaler.step(optimizer) for each model, and scaler.update() once",
+        )
+
+
+def _update(scaler: Any, attached: Attached, loss_scale: float, *, is_skipped: bool) -> None:
     """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
+    device = next(iter(attached._parameters.values())).device
     verdict = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
     stand_in = torch.optim.SGD([verdict], lr=0.0)
     scaler.unscale_(stand_in)
     scaler.update()
+    if loss_scale > _MOST_SCALE / 2:  # in bf16 nothing overflows, so that it would grow on and on
+        scaler.update(min(float(scaler.get_scale()), _MOST_SCALE))
+    _updated[scaler] = (weakref.ref(attached), *_versions(scaler))
