@@ -704,9 +704,11 @@ class TestGradScaler:
         ours.zero_grad()
         scaler.scale(loss_of(ours, 0)).backward()
         scaler.step(torch.optim.SGD(ours.parameters(), lr=1.0))  # plain torch, of an old scale perhaps
-        scaler.update()
-        with pytest.raises(CallerError, match="another model"):
-            step(other, theirs)
+        for also in (lambda: None, scaler.update):
+            also()
+            with pytest.raises(CallerError, match="another model"):
+                step(other, theirs)
+            other._engine.discard()
 
     @pytest.mark.parametrize("unscale", [True, False])
     def test_a_scale_that_grows_without_end(self, unscale):

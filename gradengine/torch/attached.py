@@ -459,7 +459,9 @@ def _refuse_shared(scaler: Any, attached: Attached) -> None:
     other, versions = last(), _versions(scaler)
     # `load_state_dict` of a scaler writes both, and `update` the scale alone.
     is_updated = versions[0] != seen[0] and versions[1] == seen[1]
-    if is_updated or (other in _live and other is not attached):
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    is_stepped = any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)  # since the last update
+    if is_updated or is_stepped or (other in _live and other is not attached):
         raise CallerError(
             "the scaler serves another model or loop too, and this step would update it once more",
             do='build the engines with on_non_finite="pass", call step(scaler=scaler, unscale=False), then '
