@@ -34,7 +34,7 @@ struct Scaling {  // a dynamic loss scale, as kernels/loss_scale.py has room for
   u32 tracker;  // finite steps in a row that it has seen
 };
 
-struct Rule {  // torch's, for a scale in fp32
+struct Rule {  // torch's, for a scale in fp32 that grows to 2**64 at most
   double growth, backoff;
   u32 interval;
 };
@@ -201,7 +201,7 @@ __device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool 
   const bool grows = finite_steps >= rule.interval;
   const double factor = is_finite ? (grows ? rule.growth : 1.0) : rule.backoff;
   const float scale = narrow(widen(scaling->scale) * factor);
-  if (isfinite(scale)) scaling->scale = scale;
+  if (!grows || scale <= 0x1p64f) scaling->scale = scale;  // beyond it a step's weight times it may be no divisor
   scaling->tracker = grows ? 0 : finite_steps;
 }
 

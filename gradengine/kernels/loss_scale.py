@@ -14,6 +14,7 @@ from gradengine.kernels.decision import Scalar
 from gradengine.kernels.streams import StreamOrder
 
 _MOST_STEPS = (1 << 31) - 1
+_MOST = 2.0**64  # a step of a weight up to 2**62 can still be divided; also in finalise.cu
 _SCALING = np.dtype([("scale", "<f4"), ("tracker", "<u4")])  # struct Scaling of finalise.cu
 
 
@@ -24,7 +25,7 @@ class DynamicLossScale:
 
     Args:
         initial: The first one, used as fp32.
-        growth_factor: What it is multiplied by after `growth_interval` finite steps in a row, unless it overflows.
+        growth_factor: What it is multiplied by after `growth_interval` finite steps in a row, unless that passes 2**64.
         backoff_factor: What it is multiplied by after a step that was skipped.
         growth_interval: Steps.
 
@@ -46,7 +47,7 @@ class DynamicLossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        ranges = {"initial": (2.0**-64, 2.0**64), "growth_factor": (1.0, 2.0**64), "backoff_factor": (2.0**-64, 1.0)}
+        ranges = {"initial": (2.0**-64, _MOST), "growth_factor": (1.0, 2.0**64), "backoff_factor": (2.0**-64, 1.0)}
         for name, (least, most) in ranges.items():
             number = as_float(getattr(self, name))
             is_at_one = name != "initial" and number == 1
@@ -66,7 +67,7 @@ class DynamicLossScale:
             if tracker + 1 < self.growth_interval:
                 return scale, tracker + 1
             grown = np.float32(float(scale) * self.growth_factor)
-        return (grown if np.isfinite(grown) else scale), 0
+        return (grown if grown <= _MOST else scale), 0
 
 
 class LossScale(ABC):
