@@ -539,8 +539,10 @@ class GradientEngine(NotCopied, instead="build another, and load_state_dict() wh
 
     def _facts(self) -> Facts:
         """Values for the texts of refusals."""
+        can_rejoin = not (self._reducer.is_alone or self._reducer.workers.is_over_mpi)
         return {
             "step": f"step {self.current_step}",
+            "after_loss": " (after reconnect() if the exchange was lost)" if can_rejoin else "",
             "count": self.accumulator.accumulated_count,
             "or_nothing": "" if self._reducer.is_alone else ", or add(None, weight=0) where this worker has none",
         }

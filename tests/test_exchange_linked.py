@@ -424,7 +424,7 @@ def test_an_interrupted_wait_closes_the_exchange(monkeypatch):
         patch.setattr(Pump, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             exchanges[0].wait()
-    with pytest.raises(PeerLost, match="rank 0 left the group; windows are kept"):
+    with pytest.raises(PeerLost, match="rank 0 left the group; the window is kept"):
         exchanges[0].wait()
     with pytest.raises(PeerLost, match="rank 0 is gone"):
         workers[1].sum()

@@ -17,8 +17,11 @@ from transports import (
 )
 
 from gradengine import GradientEngine
-from gradengine.errors import ExchangeError, HandshakeRefused, NonFiniteGradient, PeerLost
-from gradengine.exchange import connect, local_group
+from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, NonFiniteGradient, PeerLost
+from gradengine.exchange import Exchange, connect, local_group
+from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.mpi import MpiLink
+from gradengine.exchange.links.threads import thread_links
 
 pytestmark = pytest.mark.timeout(150)
 BUCKET = 128
@@ -46,6 +49,31 @@ def undisturbed():
         return engine_step(engine)
 
     return on_all(work, local_group(WORLD, bucket_bytes=BUCKET))
+
+
+def test_over_mpi_which_takes_no_message_back_no_error_says_reconnect(monkeypatch):
+    """Neither what the ranks are told, nor what they are told when they go on all the same."""
+    monkeypatch.setattr(Link, "way_on", MpiLink.way_on)
+
+    def work(exchange):
+        engine, told = GradientEngine(SMALL, exchange=exchange), []
+        engine.add(gradients(exchange.rank, 1))
+        if exchange.rank == 1:
+            exchange.close()
+        for call in (engine.step, lambda: engine.add(gradients(0, 1)), exchange.barrier, engine.step):
+            with pytest.raises(GradientError) as error:
+                call()
+            told.append(str(error.value))
+        engine.discard()
+        engine.add(gradients(exchange.rank, 1))
+        with pytest.raises(GradientError) as error:
+            engine.step()
+        return [*told, str(error.value)]
+
+    exchanges = [Exchange(link, url="mpi://", timeout=SOON) for link in thread_links(WORLD)]
+    told = [each for found in on_all(work, exchanges) for each in found]
+    assert [each for each in told if "reconnect" in each] == []
+    assert sum("start the job again from a checkpoint" in each for each in told) >= WORLD
 
 
 @pytest.mark.parametrize(("scheme", "streamed", "lost"), [("tcp", False, 9), ("unix", True, 1), ("unix", False, 1)])

@@ -99,7 +99,14 @@ class Refusal:
 
 
 #: The facts that an accumulator without an engine does not know.
-_UNKNOWN = {"step": "a step", "count": "some", "change": "another", "or_nothing": "", "way_out": "zero_all()"}
+_UNKNOWN = {
+    "step": "a step",
+    "count": "some",
+    "change": "another",
+    "or_nothing": "",
+    "way_out": "zero_all()",
+    "after_loss": "",
+}
 _none = Refusal("{step} without a micro-batch", "0 micro-batches", "at least 1", "add() gradients first{or_nothing}")
 _sent = Refusal(
     "the window is complete and was sent to the other workers",
@@ -108,7 +115,7 @@ _sent = Refusal(
 )
 _kept = Refusal(
     "{step} failed, and its window is kept",
-    do="run step() again (after reconnect() if the exchange was lost), or discard() it",
+    do="run step() again{after_loss}, or discard() it",
 )
 _broken = Refusal(
     "{step} is broken: a call was interrupted, or another thread is in one",

@@ -145,7 +145,7 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
         if hello.is_over_another_kind:
             raise HandshakeRefused(
                 f"rank {rank} is in the middle of a step that was begun over another kind of exchange",
-                do="reconnect with the same kind, or discard() the window on every rank",
+                do="use the same kind again, or discard() the window on every rank",
             )
 
 
@@ -164,7 +164,7 @@ def group_to_resume(hellos: Sequence[Hello]) -> bytes:
                 f"step {hello.step} is half summed and rank {rank} took part in it as another",
                 got=as_it_was,
                 expected=membership,
-                do="reconnect all ranks as they were, or discard() the window on every rank",
+                do="join with all ranks as they were, or discard() the window on every rank",
             )
     return group
 
@@ -187,7 +187,7 @@ def refuse_other_cut(hellos: Sequence[Hello], bucket_bytes: int) -> None:
                 f"rank {rank} is in the middle of a step cut into other buckets",
                 got=f"bucket_bytes={bucket_bytes}",
                 expected=f"bucket_bytes={hello.cut}",
-                do="reconnect with the same bucket_bytes, or discard() the window on every rank",
+                do="use the same bucket_bytes again, or discard() the window on every rank",
             )
 
 

@@ -286,7 +286,8 @@ class Exchange(NotCopied, instead="make one in each process, with connect()"):
         """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""
         if os.getpid() != self._process:  # the group is the parent's
             return
-        what, do = f"rank {self.rank} left the group", "windows are kept: reconnect or discard()"
+        way_on = (Link if isinstance(self._link, Meeting) else self._link).way_on
+        what, do = f"rank {self.rank} left the group", f"the window is kept: {way_on}, or discard() it"
         self._failure = self._failure or PeerLost(what, do=do)
         (self._pump or self._link).close()
 

@@ -132,7 +132,7 @@ class Pump(NotCopied, instead="make one for each link"):
             self._refuse_failed()
             if self._gather is not None:
                 what = "a gather is under way, or was interrupted"
-                raise WindowError(what, do="call from one thread; or close the exchange, and reconnect on all ranks")
+                raise WindowError(what, do=f"call from one thread; or close the exchange, and {self._link.way_on}")
             self._gather = gather
             self._have_moved(in_background=False)
         self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather, what))
@@ -347,7 +347,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _refuse_failed(self) -> None:
         if self._is_closing:
-            raise PeerLost(f"rank {self._link.rank} has closed its pump", do="reconnect on all ranks")
+            raise PeerLost(f"rank {self._link.rank} has closed its pump", do=self._link.way_on)
         if self._failure is not None:
             self._link.has_failed = True
             if isinstance(self._failure, ExchangeError):

@@ -10,6 +10,8 @@ from typing import Any, final
 
 from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange.linked import Exchange, Kept, Progress
+from gradengine.exchange.links.mpi import MpiLink
+from gradengine.exchange.rendezvous import MPI_URL
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.all_gather import gathered, packed
@@ -34,6 +36,11 @@ class AllReduce:
         self.is_alone = True
         self.state = GroupState.SUMMING
         self._gathered: dict[str, list[bytes]] = {}  # answers of this step's gathers: other ranks will not repeat them
+
+    @property
+    def is_over_mpi(self) -> bool:
+        """Whether MPI sends the bytes: a group that is lost cannot be joined again."""
+        return self.exchange is not None and self.exchange.url == MPI_URL
 
     def join(self, exchange: Exchange, layout: GradientLayout, arena: Any) -> None:
         """Join the group, and contribute again the spans sent through an earlier exchange; closed if that fails.
@@ -100,6 +107,6 @@ class AllReduce:
         if self.exchange is None or self.state is GroupState.LEFT:
             raise PeerLost(
                 "this rank has left the group: a call was interrupted, or it dropped a window that was partly sent",
-                do="reconnect() on all ranks of the group",
+                do=MpiLink.way_on if self.is_over_mpi else "reconnect() on all ranks of the group",
             )
         return self.exchange

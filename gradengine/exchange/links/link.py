@@ -54,6 +54,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         lost: The rank that this one has lost, or no longer waits for; the others are told when the link closes.
         has_failed: Whether this, or another error, was raised to a caller, and not in the background only. MPI then
             ends all processes of the job when this one ends.
+        way_on: What a caller can do once a rank is lost, for errors.
         unwritten: Once the link is closed: open receives that had certainly not begun to write to their memory.
     """
 
@@ -67,6 +68,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     moved_bytes: int = 0
     lost: int | None = None
     has_failed: bool = False
+    way_on: str = "reconnect on all ranks"
     unwritten: Sequence[Completion] = ()
 
     @abstractmethod
@@ -130,7 +132,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     def damaged(self, peer: int, sent: str) -> ProtocolError:
         """The error for a rank's message that was damaged: the memory does not hold what was sent."""
         what = f"what {self.named(peer)} sent {self.named(self.rank)} was damaged on the way: {sent}"
-        return ProtocolError(what, do="reconnect on all ranks; test the memory and the network of both hosts")
+        return ProtocolError(what, do=f"{self.way_on}; test the memory and the network of both hosts")
 
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:
         """The error for a transfer with a rank that has closed its link, because it lost the rank `lost`, if any."""
@@ -140,7 +142,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
             self.lost, what = peer, f"{self.named(peer)} has closed its link: this rank ({lost}) was lost or late"
         else:
             self.lost, what = lost, f"rank {lost} is gone or late: {self.named(peer)} has closed its link for that"
-        return PeerLost(what, do="reconnect on all ranks")
+        return PeerLost(what, do=self.way_on)
 
 
 @final

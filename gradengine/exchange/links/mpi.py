@@ -46,6 +46,7 @@ class MpiLink(Link):
 
     name = "mpi"
     is_polled = True
+    way_on = "start the job again from a checkpoint"  # MPI takes no message back
 
     def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
         mpi = self._mpi = _mpi()
@@ -54,7 +55,7 @@ class MpiLink(Link):
             raise CallerError("not an intracommunicator that contains this process", got=repr(communicator))
         if _held:
             what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
-            raise PeerLost(what, do="start the job again from a checkpoint")
+            raise PeerLost(what, do=self.way_on)
         self.rank, self.world_size = theirs.rank, theirs.size
         self._ours, request = theirs.Idup()
         if not _is_over(request, time.monotonic() + timeout):
