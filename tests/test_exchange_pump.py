@@ -14,12 +14,13 @@ from test_exchange_ordered_all_reduce import random_parts
 from transports import SOCKET_LINKS, Failing, SlowArena, on_all, outcomes, rank_order_sum, shared
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
-from gradengine.exchange.gather import _HEAD_TAG
+from gradengine.exchange.gather import _HEAD_TAG, Gather
 from gradengine.exchange.links.link import Completed, Completion
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
+from gradengine.exchange.transfers import Send
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
 
@@ -233,6 +234,41 @@ def test_a_late_rank_may_still_come(reads_in_place):
     assert on_pumps(ranks, work, [(1, "the part of share 0")] * 2) == [None] * 2
     for rank in ranks:
         draw.assert_same_values(rank.arena, rank_order_sum(parts))
+
+
+def test_a_group_that_stood_still_as_a_whole_goes_on():
+    parts, paused = random_parts(SMALL, 2, [1]), threading.Event()
+    ranks, links, pumps = ranks_of(parts, SMALL), thread_links(2), []
+
+    def clock():
+        if pumps and not pumps[0]._spans and ranks[0].all_reduce.awaited == (1, "the part of share 0"):
+            paused.set()
+        return 1e6 * paused.is_set()
+
+    def work(rank):
+        if rank.rank == 1:
+            paused.wait(SOON)
+        pump = running(links[rank.rank], rank.all_reduce, clock=clock)
+        pumps.append(pump)
+        with contextlib.closing(pump):
+            pump.start(*SMALL.spans, in_background=False)
+            pump.wait(60.0)
+
+    assert outcomes(work, ranks) == [None] * 2
+
+
+def test_what_has_come_is_read_before_the_clock_counts():
+    (link, other), looks = thread_links(2), []
+
+    def clock():
+        looks.append(61.0)
+        if len(looks) == 4:  # the first look that finds it too late
+            for transfer in Gather(1, 2, b"theirs").transfers():
+                (other.send if isinstance(transfer, Send) else other.receive)(*transfer)
+            other.poll()
+        return sum(looks)
+
+    assert Pump(link, clock=clock).gather(b"mine", 60.0) == [b"mine", b"theirs"]
 
 
 def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others_lose_the_rank(monkeypatch):

@@ -30,8 +30,8 @@ exchange.wire exchange.interface exchange.handshake exchange.tls exchange.enviro
 exchange.addresses exchange.reach exchange.links.link exchange.links.threads exchange.links.mpi
 exchange.links.sockets exchange.links.shared_memory exchange.links exchange.listener exchange.line
 exchange.mesh exchange.torch_group exchange.device_calls exchange.comparison exchange.shares
-exchange.frontiers exchange.transfers exchange.ordered_all_reduce exchange.gather exchange.hub exchange.server
-exchange.pump exchange.linked exchange
+exchange.frontiers exchange.transfers exchange.ordered_all_reduce exchange.gather exchange.patience exchange.hub
+exchange.server exchange.pump exchange.linked exchange
 reduction.all_gather reduction.all_reduce reduction.stats reduction.device_sums
 reduction.tensor_parallel_group reduction.reducer reduction
 deferred result settings loss_scaling checkpoint capture micro_batch engine trainer calls

@@ -3,11 +3,11 @@
 In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum over ranks. `linked.py` is the exchange,
 over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py` gathers small data over them, and
 `comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
-`ordered_all_reduce.py` adds each share at its owner, and `pump.py` runs that over a link. `mesh.py` connects ranks over
-sockets and chooses their link, `listener.py` is the socket that they call, `reach.py` says at which address, `tls.py`
-encrypts what they send, and `torch_group.py` tells a torch process group where it is; `device_calls.py` is what such a
-group's NCCL does. In a group with a server (`server.py`) the server owns all shares, and `hub.py` runs it. Imports
-`arrays`, `layout` and `kernels`.
+`ordered_all_reduce.py` adds each share at its owner, `pump.py` runs that over a link, and `patience.py` counts the
+seconds of a wait. `mesh.py` connects ranks over sockets and chooses their link, `listener.py` is the socket that they
+call, `reach.py` says at which address, `tls.py` encrypts what they send, and `torch_group.py` tells a torch process
+group where it is; `device_calls.py` is what such a group's NCCL does. In a group with a server (`server.py`) the server
+owns all shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations

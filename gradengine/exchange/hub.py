@@ -33,6 +33,7 @@ from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.links.link import Completed, Completion
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.patience import Patience
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Receive, Send
 from gradengine.kernels import HostKernels
@@ -69,7 +70,7 @@ class Hub(NotCopied, instead="make one for each group"):
         self._all_reduce: OrderedAllReduce | None = None  # once the ranks have been compared
         self._gather, self._is_gathering = self._next_gather(), False
         self._is_summing = False  # whether a rank has begun the step
-        self._moved_at, self._moved_bytes = clock(), 0
+        self._moved_at, self._moved_bytes, self._patience = clock(), 0, Patience(clock)
 
     def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
@@ -206,8 +207,7 @@ class Hub(NotCopied, instead="make one for each group"):
     # ---- who is late ----
 
     def _refuse_late(self) -> None:
-        seconds = self._clock() - self._moved_at
-        if seconds <= self._timeout:
+        if self._patience.waited(self._moved_at) <= self._timeout:
             return
         late = self._all_reduce.awaited if self._all_reduce is not None and self._is_summing else None
         if late is not None:

@@ -18,6 +18,7 @@ from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.patience import Patience
 from gradengine.exchange.shares import refuse_started
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
 from gradengine.kernels.device import DeviceArena
@@ -333,17 +334,19 @@ class Pump(NotCopied, instead="make one for each link"):
         return self._all_reduce
 
     def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], tuple[int, str]]) -> None:
-        since = self._clock()
+        patience, is_late = Patience(self._clock), False
         while True:
             with self._lock:
                 if is_done():
                     self._link.has_failed, self._link.lost = False, None
                     return
                 self._refuse_failed()
-                if self._clock() - max(since, self._moved_at) > seconds:
+                was_late, is_late = is_late, patience.waited(self._moved_at) > seconds
+                if was_late and is_late:
                     self._link.has_failed, (self._link.lost, what) = True, late()
                     raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
-            self._move_or_wait(min(seconds, _LOOK_SECONDS))
+            # Before it gives up it sees what has come meanwhile.
+            self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
 
     def _refuse_failed(self) -> None:
         if self._is_closing:
