@@ -1,9 +1,11 @@
 """Whole steps of an all-reduce over links, each rank a thread with its pump; what goes wrong, and what it is called."""
 
 import contextlib
+import itertools
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -234,6 +236,19 @@ def test_a_late_rank_may_still_come(reads_in_place):
     assert on_pumps(ranks, work, [(1, "the part of share 0")] * 2) == [None] * 2
     for rank in ranks:
         draw.assert_same_values(rank.arena, rank_order_sum(parts))
+
+
+def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, monkeypatch):
+    monkeypatch.setattr("gradengine.exchange.pump._LOOK_SECONDS", 0.0)
+    (rank, _), looks = ranks_of(random_parts(SMALL, 2, [1]), SMALL), itertools.count()
+    pump = running(thread_links(2)[0], rank.all_reduce, clock=lambda: 0.5 * next(looks))
+    pump.start(*SMALL.spans, in_background=False)
+    for wait in (pump.wait, partial(pump.gather, b"")):
+        with pytest.raises(DeadlineExceeded):
+            wait(60.0)
+    said = [f"rank 0 has waited {seconds} s for rank 1 (step 0)" for seconds in (10, 20, 40)]
+    assert [each.message for each in caplog.records] == 2 * said
+    pump.close()
 
 
 def test_a_group_that_stood_still_as_a_whole_goes_on():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 
@@ -306,14 +307,17 @@ def test_a_rank_that_starts_nothing_is_named_to_all():
         assert "rank 1 is late: others wait for the part of share 0 in step 0: got nothing for 60 s" in str(failure)
 
 
-def test_a_rank_that_is_late_for_a_gather_is_named_to_all():
+def test_a_rank_that_is_late_for_a_gather_is_named_to_all(caplog, monkeypatch):
+    monkeypatch.setattr("gradengine.exchange.hub._LOOK_SECONDS", 0.0)
     clock = Clock()
     with working(clock=clock, timeout=60.0) as (server, workers):
         threads = [threading.Thread(target=outcomes, args=(lambda w: w.exchange.barrier(), workers[:2]))]
         threads[0].start()
         waits_for(server, ([2], "a gather"))
-        clock.step = 86400.0
+        clock.step = 0.5
         failure = server.end()
+        said = [f"the server has waited {seconds} s for rank 2 (step 0)" for seconds in (10, 20, 40)]
+        assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == said
         assert "rank 2 is late: others wait for a gather (end of step or barrier)" in str(failure)
         threads[0].join(SOON)
 

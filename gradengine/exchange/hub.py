@@ -33,7 +33,7 @@ from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.links.link import Completed, Completion
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
-from gradengine.exchange.patience import Patience
+from gradengine.exchange.patience import Late, Patience
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Receive, Send
 from gradengine.kernels import HostKernels
@@ -207,18 +207,26 @@ class Hub(NotCopied, instead="make one for each group"):
     # ---- who is late ----
 
     def _refuse_late(self) -> None:
-        if self._patience.waited(self._moved_at) <= self._timeout:
+        waited, late = self._patience.waited(self._moved_at), self._late()
+        if late is None:
             return
+        if waited > self._timeout:
+            self._link.lost = late.ranks[0]
+            do = "see what the late ranks do"
+            raise DeadlineExceeded(late.error, got=f"nothing for {self._timeout:g} s", do=do)
+        self._patience.warn(waited, self._link, lambda: late)
+
+    def _late(self) -> Late | None:
+        """Whom others wait for; None if nobody waits."""
         late = self._all_reduce.awaited if self._all_reduce is not None and self._is_summing else None
         if late is not None:
-            rank, what = late[0], f"{late[1]} in step {self._sums.step}"
+            ranks, what = [late[0]], f"{late[1]} in step {self._sums.step}"
         elif self._is_gathering:
-            rank, what = self._gather.awaited[0], "a gather (end of step or barrier)"
+            ranks, what = self._gather.awaited, "a gather (end of step or barrier)"
         else:
-            return  # nobody waits for another
-        self._link.lost = rank
-        what = f"rank {rank} is late: others wait for {what}"
-        raise DeadlineExceeded(what, got=f"nothing for {self._timeout:g} s", do="see what the late ranks do")
+            return None
+        where = "joining" if self._all_reduce is None else f"step {self._sums.step}"
+        return Late(ranks, where, f"rank {ranks[0]} is late: others wait for {what}")
 
     def _described(self, tag: int) -> str:
         return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"

@@ -1,12 +1,25 @@
-"""How long a rank, or a server, has waited for others, on a clock that its own pauses do not count on."""
+"""How long a rank, or a server, has waited for others, and a warning when that is long; its own pauses do not count."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
 
+from gradengine.exchange.links.link import Link
+
+logger = logging.getLogger("gradengine.exchange")
+_WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
 _PAUSE_SECONDS = 1.0  # who waits looks ten times as often
+
+
+class Late(NamedTuple):
+    """Whom others wait for."""
+
+    ranks: Sequence[int]
+    where: str  # the step, or what else they do
+    error: str  # what an error says about it
 
 
 @final
@@ -27,6 +40,7 @@ class Patience:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._was_paused = clock, False
         self._since = self._looked_at = clock()
+        self._warns_at = _WARN_SECONDS
 
     def waited(self, moved_at: float = 0.0) -> float:
         """Seconds since `moved_at`, or since the beginning; anew where this process itself stood still.
@@ -40,3 +54,14 @@ class Patience:
             self._since = now
         self._looked_at, self._was_paused = now, is_paused
         return now - max(self._since, moved_at)
+
+    def warn(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
+        """Log for whom this end of a link has waited, if it is time for that."""
+        if waited < _WARN_SECONDS:
+            self._warns_at = _WARN_SECONDS
+        elif waited >= self._warns_at:
+            while waited >= self._warns_at:
+                self._warns_at *= 2
+            ranks, where, _ = late()
+            names = ", ".join(map(link.named, ranks))
+            logger.warning("%s has waited %.0f s for %s (%s)", link.named(link.rank), waited, names, where)

@@ -18,7 +18,7 @@ from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
 from gradengine.exchange.links.link import Completed, Completion, Idle, Link
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
-from gradengine.exchange.patience import Patience
+from gradengine.exchange.patience import Late, Patience
 from gradengine.exchange.shares import refuse_started
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
 from gradengine.kernels.device import DeviceArena
@@ -333,7 +333,7 @@ class Pump(NotCopied, instead="make one for each link"):
         assert self._all_reduce is not None, "run() comes first"  # noqa: S101
         return self._all_reduce
 
-    def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], tuple[int, str]]) -> None:
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], Late]) -> None:
         patience, is_late = Patience(self._clock), False
         while True:
             with self._lock:
@@ -341,9 +341,12 @@ class Pump(NotCopied, instead="make one for each link"):
                     self._link.has_failed, self._link.lost = False, None
                     return
                 self._refuse_failed()
-                was_late, is_late = is_late, patience.waited(self._moved_at) > seconds
+                waited = patience.waited(self._moved_at)
+                patience.warn(waited, self._link, late)
+                was_late, is_late = is_late, waited > seconds
                 if was_late and is_late:
-                    self._link.has_failed, (self._link.lost, what) = True, late()
+                    (self._link.lost, *_), _, what = late()
+                    self._link.has_failed = True
                     raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
             # Before it gives up it sees what has come meanwhile.
             self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
@@ -361,15 +364,17 @@ class Pump(NotCopied, instead="make one for each link"):
     def _described(self, tag: int) -> str:
         return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
 
-    def _late_for_sums(self) -> tuple[int, str]:
-        """The late rank, and the text about it for an error."""
+    def _late_for_sums(self) -> Late:
         rank, step, late = self._link.rank, self._sums.step, self._sums.awaited
         if late is None:
-            return rank, f"rank {rank} waits for step {step} and has not started all of its spans"
+            what = f"rank {rank} waits for step {step} and has not started all of its spans"
+            return Late([rank], f"step {step}", what)
         peer, missing = late
-        return peer, f"{self._link.named(peer)} is late: rank {rank} waits for {missing} in step {step}"
+        what = f"{self._link.named(peer)} is late: rank {rank} waits for {missing} in step {step}"
+        return Late([peer], f"step {step}", what)
 
-    def _late_for(self, gather: Gather, what: str) -> tuple[int, str]:
+    def _late_for(self, gather: Gather, what: str) -> Late:
         late = gather.awaited
         who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
-        return late[0], f"{who} late for {what}, rank {self._link.rank} waits"
+        where = what if self._all_reduce is None else f"step {self._all_reduce.step}"
+        return Late(late, where, f"{who} late for {what}, rank {self._link.rank} waits")
