@@ -16,7 +16,7 @@ from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import Buffer, RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import BufferRefused, CallerError, WindowError
+from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer
@@ -49,18 +49,14 @@ class _Arrays(NamedTuple):
 
 
 @final
-class CapturedWindow:
+class CapturedWindow(Fixed):
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
     The graph holds the gradients' addresses, until `repoint` replaces them, and the micro-batches' weights as recorded,
     and keeps the arrays alive. A weight in an array on the GPU is read by each replay.
 
     Attributes:
-        out: Destinations that its step hands back to; None for the arena.
-        producers: The streams on which the arrays' frameworks work.
         sums: The sums over workers on their GPUs, which the graph runs too; None without them.
-        result: The result of the last replay, before the first replay that of the recorded step; each replay
-            overwrites its gradients and device scalars.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -85,9 +81,14 @@ class CapturedWindow:
         self._destinations: Mapping[int, Buffer] = {}
         self._has_parts = False  # an add was no whole micro-batch
         self._recorded: Graph | None = None
-        self.producers: AbstractSet[ProducerStream] = frozenset()
-        self.out: Gradients | None = None
-        self.result: StepResult | None = None
+        self._producers: AbstractSet[ProducerStream] = frozenset()
+        self._out: Gradients | None = None
+        self._result: StepResult | None = None
+
+    @property
+    def result(self) -> StepResult | None:
+        """The result of the last replay, at first of the recorded step; each replay overwrites its arrays."""
+        return self._result
 
     def replay(self, *, check: bool = True) -> StepResult:
         """Run the window and its step on the current stream; returns before they are done.
@@ -131,7 +132,7 @@ class CapturedWindow:
                 got=f"{len(micro_batches)} micro-batches",
                 expected="a window added in whole micro-batches" if self._has_parts else f"{len(self._added)}",
             )
-        if out is not None and self.out is None:
+        if out is not None and self._out is None:
             do = "give step(out=...) some at the capture"
             raise CallerError("the window was captured without destinations", got="out", expected="None", do=do)
         self._repointed(self, micro_batches, out)
@@ -158,12 +159,12 @@ class CapturedWindow:
         """Note the result and destinations of the step that was recorded."""
         if out is not None:
             self._handed_back, self._destinations = _destinations(slots, out), destinations or {}
-        self.result, self.out = result, out
-        self.producers = producers | producers_of(self._destinations.values())
+        self._result, self._out = result, out
+        self._producers = producers | producers_of(self._destinations.values())
 
     def recorded(self, recorded: Graph) -> None:
         """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
-        if self.result is None:
+        if self._result is None:
             raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
         recorded.lent += [*self._added, *self._weights, self._handed_back]
         self._recorded = recorded
@@ -173,16 +174,16 @@ class CapturedWindow:
         recorded, result = self._that_is_recorded()
         device, state, step = accumulator.kernels.device, accumulator.state, reducer.step
         with accumulator.arena.in_order():
-            device.wait_for(self.producers)  # refuses a stream that records a graph
+            device.wait_for(self._producers)  # refuses a stream that records a graph
             state.now = State.BROKEN  # from here on only the device knows whether it ran
             late.count_from(step)
             recorded.replay()
-            device.hand_over(self.producers)
+            device.hand_over(self._producers)
         late.send()
         state.changes += 1
-        self.result = result.of_replay(step)
+        self._result = result.of_replay(step)
         reducer.next_step()
-        return self.result
+        return self._result
 
     def point(
         self,
@@ -208,17 +209,18 @@ class CapturedWindow:
             self._recorded = recorded
             raise
         if out is not None and destinations is not None:
-            self.out, self._destinations, self.result = out, destinations, result.handed_to(handed_back_to(slots, out))
+            self._out, self._destinations = out, destinations
+            self._result = result.handed_to(handed_back_to(slots, out))
         self._added, self._handed_back, self._recorded = added, handed_back, recorded
         lenders = [contribution.producers for contribution in contributions]
-        self.producers = producers_of(self._destinations.values()).union(*lenders)
+        self._producers = producers_of(self._destinations.values()).union(*lenders)
 
     # ---- inside ----
 
     def _that_is_recorded(self) -> tuple[Graph, StepResult]:
-        if self._recorded is None or self.result is None:
+        if self._recorded is None or self._result is None:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
-        return self._recorded, self.result
+        return self._recorded, self._result
 
 
 @final

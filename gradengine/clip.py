@@ -21,7 +21,7 @@ from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.host import without_owner
 from gradengine.arrays.known import KnownArrays, destination_reader_of
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NotCopied
+from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 from gradengine.layout.components import named_components
@@ -47,7 +47,7 @@ _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32
 
 
 @final
-class FusedClipState(NotCopied, instead="make another of the same sizes"):
+class FusedClipState(Fixed, NotCopied, instead="make another of the same sizes"):
     """The memory that clipping needs: partial sums for each buffer, and the last norm and scale.
 
     One thread at a time may use it.

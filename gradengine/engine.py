@@ -19,7 +19,7 @@ from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_g
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, GradientError, NotCopied
+from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 @final
-class GradientEngine(NotCopied, instead="build another, and load_state_dict() what state_dict() saved"):
+class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_dict() what state_dict() saved"):
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
     Every call checks its arguments before it changes anything. A step that failed can be run again: call `step()` once

@@ -8,8 +8,9 @@ Messages may hold text of a peer or a million names: they are printable, and a f
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
-from typing import ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 __all__ = [
     "BufferRefused",
@@ -18,6 +19,7 @@ __all__ = [
     "DeviceFailed",
     "DeviceUnavailable",
     "ExchangeError",
+    "FixedAttribute",
     "GradientError",
     "HandshakeRefused",
     "LayoutMismatch",
@@ -90,6 +92,10 @@ class DeviceUnavailable(CallerError):
 
 class OutOfDeviceMemory(CallerError):
     """Too little free memory on the device; nothing was allocated."""
+
+
+class FixedAttribute(CallerError, AttributeError):
+    """An attribute that cannot be set: an object of this package ignores it, or has it for life."""
 
 
 class DeviceFailed(GradientError):
@@ -179,6 +185,48 @@ def _shortened(text: str, limit: int) -> str:
         return text
     tail = limit // 4  # the advice is at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
+
+
+class Fixed:
+    """Base class of public objects: after `__init__` a public attribute is set by a property's setter, or not at all.
+
+    A method may be replaced, as the mock of a test does.
+
+    Raises:
+        FixedAttribute: Another public attribute is set.
+    """
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def init_and_fix(self: Fixed, *given: Any, **named: Any) -> None:
+            init(self, *given, **named)
+            if type(self) is cls:
+                vars(self)["_is_fixed"] = True
+
+        cls.__init__ = init_and_fix  # type: ignore[method-assign, assignment]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name[0] != "_" and "_is_fixed" in vars(self) and not _may_be_set(type(self), name):
+            raise _cannot_be_set(type(self), name)
+        object.__setattr__(self, name, value)
+
+
+def _may_be_set(kind: type, name: str) -> bool:
+    return _has_setter(kind, name) or inspect.isfunction(getattr(kind, name, None))
+
+
+def _has_setter(kind: type, name: str) -> bool:
+    return getattr(getattr(kind, name, None), "fset", None) is not None
+
+
+def _cannot_be_set(kind: type, name: str) -> FixedAttribute:
+    expected = " or ".join(other for other in dir(kind) if _has_setter(kind, other)) or None
+    is_given = name in inspect.signature(kind).parameters
+    do = f"make another {kind.__name__} with {name}=" if is_given else "keep it in a variable of your own"
+    return FixedAttribute(f"attribute '{name}' of {kind.__name__} cannot be set", expected=expected, do=do)
 
 
 class NotCopied:

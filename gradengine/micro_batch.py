@@ -10,14 +10,14 @@ from typing import Any, SupportsFloat, final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
-from gradengine.errors import ExchangeError, WindowError
+from gradengine.errors import ExchangeError, Fixed, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer
 from gradengine.settings import Settings
 
 
 @final
-class MicroBatch(AbstractContextManager["MicroBatch"]):
+class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
     """A micro-batch that is added component by component, in any order; made by `GradientEngine.micro_batch`.
 
     It begins with the first component, and ends with its `with`, or by `end()`; a component that was not added counts

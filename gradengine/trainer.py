@@ -23,7 +23,7 @@ from gradengine.arguments import (
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
-from gradengine.errors import CallerError, ExchangeError, GradientError, ProtocolError, WindowError
+from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, ProtocolError, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.layout import GradientLayout
 from gradengine.result import StepResult
@@ -92,7 +92,7 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
 
 
 @final
-class DistributedTrainer:
+class DistributedTrainer(Fixed):
     """Runs a local trainer on every worker so that all of them keep the same weights, bit for bit.
 
     Args:
@@ -132,16 +132,48 @@ class DistributedTrainer:
         **options: Unpack[EngineOptions],
     ) -> None:
         refuse_lacking("trainer", trainer, ("forward_backward", "apply_gradients"))
-        self.trainer, self.check_every = trainer, whole_number("check_every", check_every, 0)
-        self.max_steps = None if max_steps is None else whole_number("max_steps", max_steps, 0)
-        if self.check_every and not hasattr(trainer, "weights"):
-            raise CallerError("check_every needs a trainer with weights()", got=check_every, expected="0, or weights()")
-        self.step = 0
+        self.trainer = trainer
+        self.max_steps, self.check_every, self.step = max_steps, check_every, 0
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
         self._batch = Batch.READY
-        self.last_result: StepResult | None = None
+        self._last_result: StepResult | None = None
         self.engine = GradientEngine(layout, exchange=exchange, **options)
+
+    @property
+    def max_steps(self) -> int | None:
+        """After so many steps `reached_max_steps` is True; may be set between batches."""
+        return self._max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int | None) -> None:
+        self._max_steps = None if value is None else whole_number("max_steps", value, 0)
+
+    @property
+    def check_every(self) -> int:
+        """Steps between two comparisons of the workers' weights, 0 for none; may be set between batches."""
+        return self._check_every
+
+    @check_every.setter
+    def check_every(self, value: int) -> None:
+        every = whole_number("check_every", value, 0)
+        if every and not hasattr(self.trainer, "weights"):
+            raise CallerError("check_every needs a trainer with weights()", got=every, expected="0, or weights()")
+        self._check_every = every
+
+    @property
+    def step(self) -> int:
+        """Steps that were made; may be set between batches, as when training is resumed."""
+        return self._step_number
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step_number = whole_number("step", value, 0)
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The result of the last step; None before the first."""
+        return self._last_result
 
     @property
     def rank(self) -> int:
@@ -226,7 +258,7 @@ class DistributedTrainer:
     def _step(self) -> None:
         self._batch = Batch.APPLYING
         try:
-            result = self.last_result = self.engine.step()
+            result = self._last_result = self.engine.step()
         except GradientError:
             self._batch = Batch.ADDED
             raise

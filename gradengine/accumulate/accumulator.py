@@ -27,14 +27,14 @@ from gradengine.accumulate.window import Flags, SavedWindow, Window, nothing_cam
 from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import CallerError, LayoutMismatch, NotCopied, WindowError
+from gradengine.errors import CallerError, Fixed, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, DeviceWeight, FoldPass, Kernels, SlotSet, Weight, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
 from gradengine.threads import cached_property
 
 
-class GradientAccumulator(NotCopied, ABC, instead="build another of the same layout"):
+class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the same layout"):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
     Every call checks its arguments before it changes anything: after an error the state is what it was before. On a

@@ -11,14 +11,14 @@ import numpy as np
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, matched_views
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said
 from gradengine.arrays.buffer import Buffer
-from gradengine.errors import BufferRefused, LayoutMismatch, NotCopied
+from gradengine.errors import BufferRefused, Fixed, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block, Slot
 
 
 @final
-class BlockGradientSet(NotCopied, instead="make another of the same block, and give it flatten() by from_flat()"):
+class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and give it flatten() by from_flat()"):
     """The gradients of one block: a range of fp32 memory and the components in it.
 
     A call that is interrupted, as by Ctrl-C, leaves the block half written: zero() it, or replace all its gradients.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 import msgpack
 
 from gradengine.arguments import whole_number
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, Fixed, NotCopied, PeerLost, WindowError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
     Hello,
@@ -121,7 +121,7 @@ class Progress:
         self.has_told, self.answers = False, None
 
 
-class Exchange(NotCopied, instead="make one in each process, with connect()"):
+class Exchange(Fixed, NotCopied, instead="make one in each process, with connect()"):
     """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
 
     An opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do not subclass

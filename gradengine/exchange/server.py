@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, whole_number
-from gradengine.errors import ExchangeError, GradientError, NotCopied, PeerLost
+from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, url_of
 from gradengine.exchange.handshake import refuse_bad_job
 from gradengine.exchange.hub import Hub
@@ -44,7 +44,7 @@ class ServedWorker(NamedTuple):
 
 
 @final
-class GradientServer(NotCopied, instead="make one in the process that serves"):
+class GradientServer(Fixed, NotCopied, instead="make one in the process that serves"):
     """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none itself.
 
     It has memory only for the few shares in flight, and serves one group after another until it is closed.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import as_text, has, said, truth_value
-from gradengine.errors import BufferRefused, LayoutMismatch
+from gradengine.errors import BufferRefused, Fixed, LayoutMismatch
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import DEEPEST, MOST_ITEMS
 
@@ -29,7 +29,7 @@ Leaves: TypeAlias = dict[str, Any]
 
 
 @final
-class GradientTree:
+class GradientTree(Fixed):
     """Conversion between a pytree of gradients and the components of a layout.
 
     Args:

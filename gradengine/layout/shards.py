@@ -23,7 +23,7 @@ from gradengine.arrays.frameworks import (
     joined_by_jax,
     refuse_mixed,
 )
-from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.errors import CallerError, Fixed, LayoutMismatch
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
@@ -31,7 +31,7 @@ Shape: TypeAlias = tuple[int, ...]
 TENSOR_PARALLEL = ("tp_rank", "tp_size")  # what such a group calls its ranks
 
 
-class Shard(ABC):
+class Shard(Fixed, ABC):
     """One rank's shard of a component.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
-from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
+from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
@@ -73,7 +73,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
 
 
 @final
-class Attached(AbstractContextManager["Attached"]):
+class Attached(Fixed, AbstractContextManager["Attached"]):
     """A module whose gradients go into an engine as backward makes them; from `attach`.
 
     A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with that backward. Between
