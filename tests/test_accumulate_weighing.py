@@ -238,9 +238,15 @@ BAD = [[0.0, 0.0], [2.0, NAN], [NAN, 2.0], [3.0, -1.0], [INF], [1e-40], [1e300],
 
 
 class TestBadWeights:
-    @pytest.mark.parametrize(("weights", "on_non_finite"), [*zip(BAD, itertools.cycle(["raise", "skip", "pass"]))])
-    def test_zeros_are_handed_back_and_the_error_comes_late(self, device, weights, on_non_finite):
-        engine = engine_on(device, on_non_finite=on_non_finite)
+    @pytest.mark.parametrize(
+        ("weights", "on_non_finite", "average"),
+        [
+            *zip(BAD, itertools.cycle(["raise", "skip", "pass"]), itertools.repeat("weighted")),
+            *zip(BAD[:3], itertools.cycle(["raise", "skip", "pass"]), itertools.repeat("sum")),
+        ],
+    )
+    def test_zeros_are_handed_back_and_the_error_comes_late(self, device, weights, on_non_finite, average):
+        engine = engine_on(device, on_non_finite=on_non_finite, average=average)
         for seed, weight in enumerate(weights):
             engine.add(put_all(device, values_of(seed)), put(device, weight))
         result = engine.step()
@@ -255,7 +261,7 @@ class TestBadWeights:
         assert engine.latest_verdict.bad_weights == 1
         assert engine.latest_verdict.bad_steps == 0
         engine.add(put_all(device, values_of(9)), put(device, 2))
-        assert_same(engine.step(), stepped(device, [values_of(9)], [2]))
+        assert_same(engine.step(), stepped(device, [values_of(9)], [2], average=average))
 
     def test_the_next_call_tells_it_without_being_asked(self, device):
         engine = engine_on(device, on_non_finite="pass")
@@ -265,11 +271,6 @@ class TestBadWeights:
         with pytest.raises(WindowError, match=r"got nan in all"):
             engine.add(put_all(device, values_of(2)))
         engine.add(put_all(device, values_of(2)))
-
-    def test_a_sum_needs_no_tokens(self, device):
-        result = stepped(device, [values_of(1), values_of(2)], [put(device, 0)] * 2, average="sum")
-        assert (number_of(result.skipped), number_of(result.norm)) == (0, 0)
-        result.check()
 
     def test_a_gradient_that_is_not_finite_is_told_as_ever(self, device):
         bad = [np.full(slot.shape, NAN, np.float32) for slot in LAYOUT.slots]
@@ -343,10 +344,11 @@ class TestWorkers:
     def test_a_bad_one_is_refused_by_all_of_them(self, device, average):
         def worker(exchange):
             engine = engine_on(device, exchange=exchange, average=average)
-            engine.add(put_all(device, values_of(1)), put(device, NAN if exchange.rank else 2))
-            with pytest.raises(WindowError, match=r"out of range.*got nan"):
-                engine.step()
-            engine.discard()
+            for weights, got in (((2, NAN), "nan"), ((0, 0), "0")):
+                engine.add(put_all(device, values_of(1)), put(device, weights[exchange.rank]))
+                with pytest.raises(WindowError, match=f"out of range.*got {got}"):
+                    engine.step()
+                engine.discard()
             engine.add(put_all(device, values_of(1)), put(device, 0 if exchange.rank else 2))
             return engine.step().weight
 

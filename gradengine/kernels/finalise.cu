@@ -186,13 +186,14 @@ __device__ __forceinline__ void blame_weight(double weight, StepStatus* verdict)
 }
 
 // Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is
-// the window's, where the host does not know it, and `is_mean`: it is part of that. `scaling` is a dynamic loss scale.
+// the window's, where the host does not know it, and `is_mean`: it is part of that; 0 makes no divisor of a sum either.
+// `scaling` is a dynamic loss scale.
 __device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, bool is_mean,
                                                    const Scaling* scaling) {
   const double total = weight ? *weight : 1.0;
   double value = scaling ? widen(scaling->scale) * by_value : by_value;
   if (is_mean) value *= total;
-  const bool is_good = value >= 0x1p-126 && value <= 0x1p126 && isfinite(total);
+  const bool is_good = value >= 0x1p-126 && value <= 0x1p126 && total > 0.0;
   return is_good ? Divisor{value, total, false} : Divisor{INFINITE, total, true};
 }
 

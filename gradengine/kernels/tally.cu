@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
     else if (one.settings != first.settings) found = OTHER_SETTINGS + (u64)FAULTS * rank;
   }
   if (!found && !(micro_batches > 0.0)) found = NO_MICRO_BATCH;
-  sums[0] = found || divisor != divisor ? not_a_number(found) : divisor;
+  // The divisor of a sum is the number of workers: whether any weight was above 0 it does not show.
+  sums[0] = found || weight != weight ? not_a_number(found) : weight > 0.0 ? divisor : 0.0;
   sums[1] = weight;
   sums[2] = micro_batches;
 }

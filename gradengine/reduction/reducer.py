@@ -183,11 +183,11 @@ class Reducer:
     def divisor(self, stats: StepStats) -> float:
         """The number by which the sum over all workers is divided, apart from a weight that only the device knows.
 
-        NaN where a weight was bad.
+        NaN where a weight was bad, and 0 where all were 0, also of a sum.
         """
         if self.on_device is not None or isinstance(stats.weight, DeviceWeight):
             return 1.0
-        if self._average == "sum" and not math.isnan(stats.weight):
+        if self._average == "sum" and stats.weight > 0:
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
