@@ -201,7 +201,7 @@ OTHERS = {
     [
         ("shapes", ["layouts differ between rank 1", "row 0: here 'layers.0.w'", "(5, 7)", "(7, 5)"]),
         ("backward order", ["backward order"]),
-        ("steps", ["rank 1 is at another step: got 7, expected 0", "one checkpoint"]),
+        ("steps", ["rank 0 is at another step: got 0, expected 7", "load a checkpoint of step 7 first, then"]),
     ],
 )
 def test_what_differs_is_shown_on_every_rank(transport, what, words):

@@ -218,7 +218,7 @@ OTHER = GradientLayout.of({"layers.0.w": (7, 6)})
     ("layout", "step", "options", "says"),
     [
         (OTHER, 0, {}, "layouts differ between rank 1 (here) and rank 0 (there):\nrow 0: here 'layers.0.w' (7, 6)"),
-        (SMALL, 1, {}, "rank 1 is at another step: got 1, expected 0"),
+        (SMALL, 1, {}, "rank 0 is at another step: got 0, expected 1"),
         (SMALL, 0, {"most_bytes": SMALL.nbytes - 4}, "the layout is larger than this server takes"),
     ],
 )

@@ -127,8 +127,14 @@ def layout_of(rank: int, table: bytes) -> GradientLayout:
         raise ProtocolError(f"rank {rank}: {fault}") from None
 
 
-def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
-    """Raise `HandshakeRefused` for ranks with other layouts or steps; `tables` are the layouts, if they differ."""
+def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes], *, can_rejoin: bool = True) -> None:
+    """Raise `HandshakeRefused` for ranks with other layouts or steps.
+
+    Args:
+        hellos: Every rank's hello.
+        tables: The layouts, if they differ.
+        can_rejoin: Whether one rank may start again alone: not over MPI.
+    """
     for rank, hello in enumerate(hellos):
         if hello.layout != hellos[0].layout:
             for sender in (rank, 0):
@@ -138,10 +144,12 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
                 f"layouts differ between rank {rank} (here) and rank 0 (there):\n{rows}",
                 do="build the layout from the same model on every rank",
             )
+    last = max(hello.step for hello in hellos)
     for rank, hello in enumerate(hellos):
-        if hello.step != hellos[0].step:
-            what, do = f"rank {rank} is at another step", "restart all from one checkpoint"
-            raise HandshakeRefused(what, got=hello.step, expected=hellos[0].step, do=do)
+        if hello.step != last:
+            do = f"load a checkpoint of step {last} first, then call engine.reconnect(connect(...))"
+            do = do if can_rejoin else "load one checkpoint on all ranks"
+            raise HandshakeRefused(f"rank {rank} is at another step", got=hello.step, expected=last, do=do)
         if hello.is_over_another_kind:
             raise HandshakeRefused(
                 f"rank {rank} is in the middle of a step that was begun over another kind of exchange",

@@ -395,7 +395,7 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
                 tables = pump.gather(table, self._join_timeout, "joining")
         except DeadlineExceeded as late:
             raise PeerLost(late.what, got=late.got, do="start all ranks") from None
-        refuse_differing(hellos, tables[: self.world_size])
+        refuse_differing(hellos, tables[: self.world_size], can_rejoin=link.name != "mpi")
         return hellos, bucket_bytes, answers
 
     def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
