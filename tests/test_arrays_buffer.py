@@ -25,6 +25,24 @@ def test_a_part_is_of_the_same_memory():
     assert host_buffer(array, "w").part(1, 4).data.view(np.float16).tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"dtype": dtype}, f"got {said}") for dtype, said in (("fp32", "fp32"), (np.float64, "float64"))),
+        ({"dtype": ["float32"]}, r"got \['float32'\]"),
+        ({"dtype": np.dtype(">f4")}, "got float32 in foreign byte order"),
+        *(({"pointer": at}, f"got pointer {said}") for at, said in ((0, "0x0"), (-8, "-0x8"), (None, "None"))),
+        *(({"pointer": at}, "valid address") for at in (1 << 64, "a", 16.0)),
+        *(({"size": size}, "valid address") for size in (1 << 61, 10**30, -1, 3.0, None)),
+        ({"pointer": 4098}, "got pointer 0x1002, .* a multiple of 4"),
+        ({"pointer": 4099, "dtype": "bfloat16"}, "a multiple of 2"),
+    ],
+)
+def test_a_raw_pointer_that_cannot_be_is_refused_where_it_is_made(fields, message):
+    with pytest.raises(BufferRefused, match=f"RawBuffer .*{message}"):
+        RawBuffer(**{"pointer": 4096, "size": 3, "dtype": "float32", **fields})
+
+
 class TestOverlap:
     @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=7))
     @example([(0, 3), (0, 0)])
