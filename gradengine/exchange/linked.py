@@ -50,6 +50,7 @@ from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
+from gradengine.exchange.rendezvous import MPI_URL
 from gradengine.exchange.shares import refuse_started, shares_of
 from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
@@ -395,7 +396,7 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
                 tables = pump.gather(table, self._join_timeout, "joining")
         except DeadlineExceeded as late:
             raise PeerLost(late.what, got=late.got, do="start all ranks") from None
-        refuse_differing(hellos, tables[: self.world_size], can_rejoin=link.name != "mpi")
+        refuse_differing(hellos, tables[: self.world_size], can_rejoin=self.url != MPI_URL)
         return hellos, bucket_bytes, answers
 
     def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
