@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, TypedDict, final
 
-from gradengine.arguments import as_float, out_of_range, refuse_lacking, refuse_unknown, said, whole_number
+from gradengine.arguments import as_float, has, out_of_range, refuse_unknown, said, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError, WindowError
 from gradengine.exchange.linked import Exchange
@@ -14,6 +14,8 @@ from gradengine.kernels import ClipPlan, DeviceLike
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
 from gradengine.reduction.tensor_parallel_group import Replicated
+
+_OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "gather", "close")
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker", "sum"]
@@ -107,8 +109,8 @@ class Settings:
 def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
     """Raise `CallerError` if either is not an exchange, or both are the same."""
     for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
-        if group is not None:
-            refuse_lacking(name, group, ("rank", "world_size", "bind", "start", "wait", "gather", "close"))
+        if group is not None and not all(has(group, each) for each in _OF_AN_EXCHANGE):
+            raise CallerError(f"{name} is not an Exchange", got=type(group).__name__, do="pass connect(url, ...)")
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(
             "exchange and tp_exchange are the same", expected="a group over the workers, and one over the parts"

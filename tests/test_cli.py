@@ -401,7 +401,7 @@ def test_the_table_of_serve_has_each_workers_traffic_and_the_step():
 
 def test_serve_ends_where_nobody_comes(monkeypatch, capsys):
     code, error = fails(monkeypatch, capsys, "serve", "--world-size", 1, "--join-timeout", 0.1)
-    assert (code, "have not joined: 0" in error) == (1, True)
+    assert (code, "rank 0 did not join the server" in error) == (1, True)
 
 
 def test_serve_that_is_terminated_tells_its_workers_and_removes_its_socket(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import may_hold_sums, on_grid, on_ranks, on_tcp
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, local_group
-from gradengine.errors import ExchangeError, HandshakeRefused, PeerLost, WindowError
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, WindowError
 
 HOST = available("host")
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -378,6 +378,12 @@ class TestFaults:
         for metrics in on_ranks(work, 2):
             assert metrics["exchange_seconds"] > 0
             assert metrics["exchange_seconds"] >= metrics["exchange_hidden_seconds"] >= 0
+
+
+@pytest.mark.parametrize("name", ["exchange", "tp_exchange"])
+def test_an_address_in_place_of_an_exchange_is_refused_with_the_call_that_makes_one(name):
+    with pytest.raises(CallerError, match=rf"^{name} is not an Exchange: got str; pass connect\(url, \.\.\.\)$"):
+        GradientEngine(SMALL, **{name: "tcp://127.0.0.1:1"})
 
 
 def test_alone_in_a_group_a_worker_that_has_nothing_is_told():

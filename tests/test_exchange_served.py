@@ -178,8 +178,8 @@ def test_ranks_that_never_come_are_named_to_all_that_did():
         now[0] = 2e9
         kind, why = told_by(first)
         assert kind is PeerLost
-        assert "the server waits for ranks that have not joined: 0, 2: got 60 s; start all ranks" in why
-        assert str(server.end()).startswith("the server waits for ranks that have not joined: 0, 2")
+        assert "ranks 0, 2 did not join the server within 60 s (join_timeout); start all ranks" in why
+        assert str(server.end()).startswith("ranks 0, 2 did not join the server")
 
 
 def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays_and_says_who_was_refused():
@@ -204,7 +204,7 @@ def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays_and_sa
             server.meeting(1, token="a secret of others").link(SOON)
         now[0] = 161.0
         told = str(server.end())
-        assert told.startswith("the server waits for ranks that have not joined: 0, 1: got 60 s; start all ranks")
+        assert told.startswith("ranks 0, 1 did not join the server within 60 s (join_timeout); start all ranks")
         assert "(last refused here: rank 1 has another token" in told
 
 

@@ -420,7 +420,7 @@ def late(link, folder):
         clock.jump(here.listener.address)
         kind, told = told_by(first) if here.is_served else here.first.error()
         assert kind is PeerLost
-        assert "ranks that have not joined: 1" in told
+        assert "rank 1 did not join" in told
     with place(link, folder) as here:
         here.form()
     return "named"

@@ -26,6 +26,7 @@ from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
 
 MAX_JOB_CHARACTERS = 256
 LEAST_TOKEN_CHARACTERS = 16
+_DO = "create one with `openssl rand -hex 16` and use it on all ranks"
 
 
 def new_nonce() -> bytes:
@@ -73,10 +74,10 @@ def refuse_bad_token(token: str | None, source: str = "token") -> None:
         _refuse_surrogates(token, source)
     if token and len(token.strip()) < LEAST_TOKEN_CHARACTERS:
         raise CallerError(
-            f"{source} is too short: whoever hears a proof of it could try all such tokens",
+            f"{source} is too short",
             got=f"{len(token.strip())} characters",
             expected=f"at least {LEAST_TOKEN_CHARACTERS}",
-            do="make one with `openssl rand -hex 16`, the same for all ranks",
+            do=_DO,
         )
 
 
@@ -85,7 +86,7 @@ def _refuse_surrogates(token: str, source: str) -> None:
     try:
         token.encode()
     except UnicodeEncodeError:
-        raise CallerError(f"{source} is not UTF-8", do="make one with `openssl rand -hex 16`") from None
+        raise CallerError(f"{source} is not UTF-8", do=_DO) from None
 
 
 def refuse_bad_job(job: str, source: str = "this") -> None:

@@ -255,7 +255,7 @@ class _Joining:
         self._urls: dict[int, str] = {}  # where those ranks listen, at rank 0
         self._listener: Listener | None = None
         self._selector = selectors.DefaultSelector()
-        self._has_not = ""  # done what it is doing, for the error at the deadline
+        self._aim = ""  # of the rank that calls, for the error at the deadline
         self._called = ""  # who was called last
         self._logged_at, self._unlogged = -math.inf, 0  # when a refusal was logged, and how many were not since
         self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
@@ -347,8 +347,7 @@ class _Joining:
                     raise refusal from None
                 reason = reason_of(fault)
             if self._left() < RETRY_SECONDS:
-                what = f"{self._who} has not {self._has_not} ({reason})"
-                raise PeerLost(what, got=f"{self._timeout:g} s", do=do)
+                raise PeerLost(f"{self._who} could not {self._aim} within {self._timeout:g} s ({reason})", do=do)
             time.sleep(RETRY_SECONDS)
 
     def _meet(self, address: Address) -> tuple[Listener, list[Address]]:
@@ -358,7 +357,7 @@ class _Joining:
             own = f"{address}.{self._rank}" if isinstance(address, str) else (own_host(address[0], self._way[0]), 0)
             listener = self._listener = Listener(own, self._token, is_beside=line.is_local)
             line.say(Listening(url_of(listener.address)))
-            self._has_not = "heard from rank 0 that all have joined"
+            self._aim = "join the group of rank 0"
             members, packed = line.expect(Members)
             self._group, self._link = members.group, chosen_link(members.link, self._link, self._rank)
             addresses = addresses_of(packed, self._world_size - 1, self._way[1])
@@ -375,7 +374,7 @@ class _Joining:
         line = self._call(self._world_size, address)
         # The server knows who is missing, and is to say so before this rank's own time is over.
         line.left = lambda: self._left() + _GRACE_SECONDS
-        self._has_not = "heard from the server that all have joined"
+        self._aim = "join the group of the server"
         try:
             line.expect(Members)
         except BaseException:
@@ -386,7 +385,7 @@ class _Joining:
         """A line to a rank or the server, after both have proved themselves."""
         who = self._called = "the server" if rank == self._world_size else f"rank {rank}"
         if not is_nameless(address):
-            self._has_not = f"reached {who} at {shown(address)}"
+            self._aim = f"connect to {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
             refuse_other_user(connection, self._token)
@@ -592,9 +591,8 @@ class _Joining:
         return proof(self._token, role, hello, nonce, called, self._group, line.channel)
 
     def _late(self, ranks: list[int]) -> PeerLost:
-        named = ", ".join(map(str, ranks))
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         do = "start all ranks"
-        what = f"{self._who} waits for ranks that have not joined: {named}"
         if self._refused is not None:
             do += f" (last refused here: {self._refused})"
-        return PeerLost(what, got=f"{self._timeout:g} s", do=do)
+        return PeerLost(f"{named} did not join {self._who} within {self._timeout:g} s (join_timeout)", do=do)

@@ -375,10 +375,8 @@ class Reducer:
 def _refuse_other_worker(whose: Worker | None, here: Worker) -> None:
     if whose is not None and whose != here:
         raise WindowError(
-            "the window that was saved is another worker's: it would be counted twice, and this one's not at all",
-            got="rank {} of {}".format(*here),
-            expected="rank {} of {}".format(*whose),
-            do="load on each rank what it saved itself, with an exchange of as many; between windows any will do",
+            "the state was saved in mid-window by rank {} of {}, and this is rank {} of {}".format(*whose, *here),
+            do="load on each rank the state that it saved",
         )
 
 
