@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -411,6 +412,22 @@ def test_damage_that_keeps_the_sum_of_the_words_is_seen(stranger, damaged):
     link.receive(1, 7, np.zeros(64))
     theirs.send(message(7, sent.tobytes())[:20] + damaged(sent).tobytes())
     assert until(1, link) == [[(Completed.DAMAGED, 1, 7)]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no affinity on this platform: it is not Linux")
+@pytest.mark.parametrize(
+    ("missing", "silent_ms", "is_lost"), [(3, 20_001, True), (3, 20_000, False), (0, 99_000, False)]
+)
+def test_a_machine_that_acknowledges_nothing_for_20_s_is_a_lost_rank(monkeypatch, missing, silent_ms, is_lost):
+    """A stopped process differs: its machine goes on with that."""
+    ours, theirs = tcp_pair()
+    with theirs, contextlib.closing(SocketLink(0, {1: [ours]})) as link:
+        link.receive(1, 7, np.zeros(2))
+        info = struct.pack("=24xI28xI", missing, silent_ms)  # of <linux/tcp.h>
+        monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: info)
+        link.lose_vanished()
+        with pytest.raises(PeerLost, match="rank 1 is gone: its machine") if is_lost else contextlib.nullcontext():
+            assert link.poll() == []
 
 
 def test_what_goes_over_a_socket_is_msgpack(stranger):

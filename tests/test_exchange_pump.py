@@ -17,7 +17,7 @@ from transports import SOCKET_LINKS, Failing, SlowArena, on_all, outcomes, rank_
 
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
 from gradengine.exchange.gather import _HEAD_TAG, Gather
-from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.links.link import Completed, Completion, Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -240,7 +240,8 @@ def test_a_late_rank_may_still_come(reads_in_place):
 
 def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, monkeypatch):
     monkeypatch.setattr("gradengine.exchange.pump._LOOK_SECONDS", 0.0)
-    (rank, _), looks = ranks_of(random_parts(SMALL, 2, [1]), SMALL), itertools.count()
+    monkeypatch.setattr(Link, "lose_vanished", lambda _: asked.append(len(caplog.records)))
+    (rank, _), looks, asked = ranks_of(random_parts(SMALL, 2, [1]), SMALL), itertools.count(), []
     pump = running(thread_links(2)[0], rank.all_reduce, clock=lambda: 0.5 * next(looks))
     pump.start(*SMALL.spans, in_background=False)
     for wait in (pump.wait, partial(pump.gather, b"")):
@@ -248,6 +249,7 @@ def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, m
             wait(60.0)
     said = [f"rank 0 has waited {seconds} s for rank 1 (step 0)" for seconds in (10, 20, 40)]
     assert [each.message for each in caplog.records] == 2 * said
+    assert {*asked} == {2, 3, 5, 6}  # warnings by then: not before the second of each wait
     pump.close()
 
 

@@ -214,7 +214,7 @@ class Hub(NotCopied, instead="make one for each group"):
             self._link.lost = late.ranks[0]
             do = "see what the late ranks do"
             raise DeadlineExceeded(late.error, got=f"nothing for {self._timeout:g} s", do=do)
-        self._patience.warn(waited, self._link, lambda: late)
+        self._patience.look(waited, self._link, lambda: late)
 
     def _late(self) -> Late | None:
         """Whom others wait for; None if nobody waits."""

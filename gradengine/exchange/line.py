@@ -30,7 +30,8 @@ from gradengine.exchange.wire import (
 Kind = TypeVar("Kind", bound=Message)
 
 _PAYLOADS = {Refused: MAX_TEXT_BYTES, Abort: MAX_TEXT_BYTES, Members: MAX_SMALL_PAYLOAD}  # the others have none
-# A machine that vanishes is noticed 20 s after the last byte from it. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
+# A machine that vanishes is noticed 20 s after the last byte from it, if nothing is on its way there: else a link must
+# look, see `has_vanished`. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from gradengine.exchange.links.link import Link
+from gradengine.exchange.links.link import VANISHED_SECONDS, Link
 
 logger = logging.getLogger("gradengine.exchange")
 _WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
@@ -55,8 +55,10 @@ class Patience:
         self._looked_at, self._was_paused = now, is_paused
         return now - max(self._since, moved_at)
 
-    def warn(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
-        """Log for whom this end of a link has waited, if it is time for that."""
+    def look(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
+        """Log for whom this end of a link has waited, and lose ranks whose machines vanished, when it is time."""
+        if waited > VANISHED_SECONDS:
+            link.lose_vanished()
         if waited < _WARN_SECONDS:
             self._warns_at = _WARN_SECONDS
         elif waited >= self._warns_at:

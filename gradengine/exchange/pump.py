@@ -317,7 +317,7 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._all_reduce.keep_parts(unwritten)
 
     def _fail(self, fault: BaseException) -> None:
-        self._failure = fault
+        self._failure = self._failure or fault  # the second is that the link is closed
         try:
             self._link.close()  # the other ranks wait for this one in vain
             self._keep_parts()
@@ -342,7 +342,7 @@ class Pump(NotCopied, instead="make one for each link"):
                     return
                 self._refuse_failed()
                 waited = patience.waited(self._moved_at)
-                patience.warn(waited, self._link, late)
+                patience.look(waited, self._link, late)
                 was_late, is_late = is_late, waited > seconds
                 if was_late and is_late:
                     (self._link.lost, *_), _, what = late()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from gradengine.errors import NotCopied, PeerLost, ProtocolError
 from gradengine.threads import Bell
 
+VANISHED_SECONDS = 20.0  # after which a machine that answers nothing is given up
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
 
 _SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005  # a link without a bell: polled without a pause first, then each 5 ms
@@ -123,6 +124,12 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
 
         Memory that this rank has borrowed is released: it may not be read any more. This waits for memory that others
         have borrowed from this rank, or else their `release` fails. May be called twice.
+        """
+
+    def lose_vanished(self) -> None:
+        """Have `poll` raise `PeerLost` for a rank whose machine answers nothing any more, where that can be seen.
+
+        Any thread may call this, at any time.
         """
 
     def named(self, peer: int) -> str:

@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import weakref
 from collections import deque
@@ -24,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
-from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.exchange.links.link import VANISHED_SECONDS, Completed, Completion, Link, Memory
 from gradengine.exchange.tls import reason_of
 from gradengine.threads import Bell
 
@@ -32,6 +33,7 @@ _HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, b
 _FORM = (0x93, 0xCE, 0xCF, 0xC6)
 _MOST_BYTES = (1 << 32) - 1
 _FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
+_TCP_INFO = struct.Struct("=24xI28xI")  # Linux: packets without an acknowledgement, and ms since the last one
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
 _discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what has run out
@@ -64,6 +66,7 @@ class SocketLink(Link):
         self._over: list[Completion] = []
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
         self._farewells: dict[int, int | None] = {}  # whom a rank that has closed had lost
+        self._vanished: set[int] = set()  # ranks whose machines answer nothing any more
         self._unheld: list[Connection] = []  # to be read though nothing rings the bell for them
         self._lock = threading.Lock()  # while sockets and memory are used
         self.bell = _SocketBell(self._lock)
@@ -92,6 +95,7 @@ class SocketLink(Link):
     def poll(self) -> list[Completion]:
         with self._lock:
             self._refuse_closed()
+            self._end_vanished()
             self._move_until_over()
             over, self._over = self._over, []
             if not over:
@@ -101,6 +105,12 @@ class SocketLink(Link):
     def held(self) -> list[int]:
         connections = [connection for theirs in self._connections.values() for connection in theirs]
         return [connection.held for connection in connections if connection.held is not None]
+
+    def lose_vanished(self) -> None:
+        for peer, theirs in [*self._connections.items()]:
+            if any(has_vanished(each.socket) for each in theirs):
+                self._vanished.add(peer)
+                self.bell.ring()
 
     def gone(self) -> list[int]:
         """The ranks that have closed their links, or whose connections are lost."""
@@ -308,6 +318,13 @@ class SocketLink(Link):
             connection.outgoing.clear()
             self._watch(connection)
 
+    def _end_vanished(self) -> None:
+        for peer in self._vanished & {*self._connections}:
+            for connection in self._connections[peer]:
+                connection.has_ended = True
+            what = f"{self.named(peer)} is gone: its machine has answered nothing for {VANISHED_SECONDS:g} s"
+            self._fail(peer, PeerLost(what, do="reconnect on all ranks"))
+
     def _ended(self, peer: int) -> PeerLost:
         return PeerLost(f"{self.named(peer)} is gone: its connection has ended", do="reconnect on all ranks")
 
@@ -332,6 +349,21 @@ def origin(connection: socket.socket) -> str:
         return str(connection.getpeername()[0]).removeprefix("::ffff:")  # IPv4, where a socket listens for both
     except OSError:
         return "gone"
+
+
+def has_vanished(connection: socket.socket) -> bool:
+    """Whether the machine at the other end answers nothing any more; that of a process which is only stopped does.
+
+    Keepalive finds this only where nothing is on its way there.
+    """
+    if sys.platform != "linux" or connection.family == socket.AF_UNIX:
+        return False
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:  # it was closed meanwhile
+        return False
+    missing, silent_ms = _TCP_INFO.unpack(info)
+    return bool(missing) and silent_ms > 1000 * VANISHED_SECONDS
 
 
 def set_options(connection: socket.socket) -> None:
