@@ -336,7 +336,13 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         destinations = None if out is None else self.accumulator.destinations.of(out)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
-        decided = self._decide()
+        try:
+            decided = self._decide()
+        except GradientError:
+            raise
+        except BaseException:  # a signal handler's, perhaps in the middle of a sum
+            self._state.now = State.BROKEN
+            raise
         self._state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
         accumulator, arena = self.accumulator, self.accumulator.arena
         if not deferred:

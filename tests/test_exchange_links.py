@@ -430,6 +430,17 @@ def test_a_machine_that_acknowledges_nothing_for_20_s_is_a_lost_rank(monkeypatch
             assert link.poll() == []
 
 
+@pytest.mark.parametrize("place", ["_fill", "_attached"])
+def test_what_a_signal_handler_raises_is_no_lost_connection(stranger, monkeypatch, place):
+    link, theirs = stranger
+    monkeypatch.setattr(SocketLink, place, lambda *_: (_ for _ in ()).throw(TimeoutError("of a handler")))
+    link.receive(1, 7, np.zeros(2))
+    link.send(1, 7, np.zeros(2))
+    theirs.send(b"\0")
+    with pytest.raises(TimeoutError, match="of a handler"):
+        until(1, link)
+
+
 def test_what_goes_over_a_socket_is_msgpack(stranger):
     link, theirs = stranger
     source = np.arange(1000.0)

@@ -381,6 +381,31 @@ class TestTwoWorkers:
 class TestOneRankAlone:
     """What one rank does about its interrupt and the others do not."""
 
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, TimeoutError])
+    def test_what_a_signal_handler_raises_while_a_step_waits_passes_and_the_step_is_broken(self, kind):
+        spares, has_ended = local_group(2, join_timeout=DEADLINE), threading.Event()
+
+        def work(exchange):
+            user = User(exchange, [spares[exchange.rank]])
+            user.add(micro_batch(exchange.rank, 0, 0), 0)
+            if exchange.rank == 0:
+                with (
+                    patch.object(exchange._pump._idle, "rest", side_effect=kind("of a handler")),
+                    pytest.raises(kind, match="of a handler"),
+                ):
+                    user.engine.step()
+                assert user.state is State.BROKEN
+                has_ended.set()
+            else:
+                has_ended.wait(SOON)
+                with pytest.raises(PeerLost):
+                    user.engine.step()
+            user.go_on()
+            return user.train()
+
+        first, second = on_ranks(work, 2)
+        assert first == second != []
+
     def test_a_step_that_it_dropped_is_an_error_of_the_next_one_on_both(self):
         """The others had applied its gradients: their weights would be different from then on, and nobody say so."""
         spares = local_group(2, join_timeout=DEADLINE)

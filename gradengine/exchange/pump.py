@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from gradengine.errors import DeadlineExceeded, ExchangeError, NotCopied, PeerLost, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.interface import checked_seconds
-from gradengine.exchange.links.link import Completed, Completion, Idle, Link
+from gradengine.exchange.links.link import Completed, Completion, Idle, Link, refuse_foreign
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.patience import Late, Patience
 from gradengine.exchange.shares import refuse_started
@@ -202,7 +202,9 @@ class Pump(NotCopied, instead="make one for each link"):
             return
         try:
             self._turn_or_rest(seconds)
-        except Exception as fault:  # noqa: BLE001  (raised as what it means for the exchange)
+        # Anything else was raised by a signal handler, and passes as Ctrl-C does.
+        except (GradientError, MemoryError, OSError) as fault:
+            refuse_foreign(fault)
             self._fail(fault)
         finally:
             self._turner = 0

@@ -29,7 +29,7 @@ def packed(what: str, facts: object) -> bytes:
         data: bytes = msgpack.packb([what, facts])
     except (CallerError, MemoryError):
         raise
-    except Exception as fault:  # noqa: BLE001  (a caller's own object, and its own errors; text that is no UTF-8)
+    except (TypeError, ValueError, OverflowError) as fault:  # of msgpack; text that is no UTF-8
         raise CallerError("the facts cannot be sent", got=said(fault)) from None
     refuse_long_part(data)
     return data

@@ -152,6 +152,12 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         return PeerLost(what, do=self.way_on)
 
 
+def refuse_foreign(fault: BaseException) -> None:
+    """Raise an `OSError` without a number again: the system's have one, and a signal handler has raised this one."""
+    if isinstance(fault, OSError) and fault.errno is None:
+        raise fault
+
+
 @final
 class Idle:
     """Pauses between the polls of a link: until its bell rings, or for a few milliseconds if it has none."""

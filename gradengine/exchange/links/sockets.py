@@ -25,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
-from gradengine.exchange.links.link import VANISHED_SECONDS, Completed, Completion, Link, Memory
+from gradengine.exchange.links.link import VANISHED_SECONDS, Completed, Completion, Link, Memory, refuse_foreign
 from gradengine.exchange.tls import reason_of
 from gradengine.threads import Bell
 
@@ -223,6 +223,7 @@ class SocketLink(Link):
         except BlockingIOError:
             pass
         except (OSError, PeerLost, ProtocolError) as fault:
+            refuse_foreign(fault)
             connection.has_ended = True
             self._fail(connection.peer, fault)
         self._push(connection)
@@ -234,6 +235,7 @@ class SocketLink(Link):
         except BlockingIOError:
             pass
         except OSError as fault:  # what came before is still to be received
+            refuse_foreign(fault)
             self._fail(connection.peer, fault)
         self._watch(connection)
 
