@@ -288,6 +288,15 @@ def test_what_has_come_is_read_before_the_clock_counts():
     assert Pump(link, clock=clock).gather(b"mine", 60.0) == [b"mine", b"theirs"]
 
 
+def test_without_room_for_a_thread_the_caller_moves_all_while_it_waits(monkeypatch):
+    parts = random_parts(SMALL, 2, [1])
+    ranks = ranks_of(parts, SMALL)
+    monkeypatch.setattr("_thread.start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no new thread")))
+    assert on_pumps(ranks, lambda _, pump: start(pump) or pump.wait(SOON)) == [None] * 2
+    for rank in ranks:
+        draw.assert_same_values(rank.arena, rank_order_sum(parts))
+
+
 def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others_lose_the_rank(monkeypatch):
     ranks = ranks_of(random_parts(SMALL, 2, [1]), SMALL, owner=0)
     monkeypatch.setattr(OrderedAllReduce, "_sum", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))

@@ -1,6 +1,7 @@
 """Threads that share the host's work: as many as it is worth, no fault lost, and no caller disturbed by another."""
 
 import itertools
+import math
 import os
 import queue
 import subprocess
@@ -14,7 +15,7 @@ from kernel_calls import everything
 from transports import SOON
 
 from gradengine.errors import CallerError
-from gradengine.kernels import CHUNK, Arena, Contribution, FoldPass, host, host_threads, kernels_for
+from gradengine.kernels import CHUNK, Arena, Contribution, FoldPass, host, host_threads
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.host_threads import shared_by_threads
 
@@ -149,6 +150,14 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
         assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
+    def test_without_room_for_one_the_caller_does_the_work_alone(self, monkeypatch):
+        monkeypatch.setattr(host_threads, "_pools", {})
+        monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no new thread")))
+        done = []
+        shared_by_threads(done.append, range(4), 2, 3)
+        assert done == [0, 1, 2, 3]
+        assert host_threads._pools == {}, "a queue that nobody serves would keep the arrays"
+
     @pytest.mark.parametrize("threads", [0, -1])
     def test_too_few(self, threads):
         with pytest.raises(CallerError) as refusal:
@@ -156,5 +165,23 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         assert refusal.value.got == threads
 
     @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this platform")
-    def test_by_default_one_for_each_cpu(self):
-        assert kernels_for("cpu").threads == len(os.sched_getaffinity(0))
+    def test_by_default_one_for_each_cpu_that_the_container_has_time_for(self, monkeypatch):
+        for quota, expected in ((math.inf, len(os.sched_getaffinity(0))), (0.5, 1), (1.0, 1)):
+            monkeypatch.setattr(host_threads, "cpu_quota", lambda quota=quota: quota)
+            assert HostKernels().threads == expected
+
+    QUOTAS = (
+        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"}, 1.5),
+        ("0::/../..", {"cpu.max": "50000 100000"}, 0.5),  # of version 2, in a container
+        ("4:cpu,cpuacct:/docker/a", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, math.inf),
+        ("4:cpuset:/", {"cpu.max": "50000 100000"}, math.inf),
+    )
+
+    @pytest.mark.parametrize(("groups", "files", "expected"), QUOTAS)
+    def test_the_time_of_a_container_is_that_of_its_smallest_group(self, tmp_path, groups, files, expected):
+        for name, text in {"../../../proc/self/cgroup": groups, **files}.items():
+            path = tmp_path / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        assert host_threads.cpu_quota(tmp_path) == expected

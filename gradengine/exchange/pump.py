@@ -7,6 +7,7 @@ it: to start and wake that thread costs more than the rest of a small model's st
 from __future__ import annotations
 
 import _thread
+import contextlib
 import threading
 import time
 from collections import deque
@@ -168,8 +169,9 @@ class Pump(NotCopied, instead="make one for each link"):
         if self._turner:
             self._link.bell.ring()
         elif in_background and not self._is_starting and self._has_work:
-            _thread.start_new_thread(self._run, ())
-            self._is_starting = True
+            with contextlib.suppress(RuntimeError):  # the process can have no more: all is moved in `wait`
+                _thread.start_new_thread(self._run, ())
+                self._is_starting = True
 
     def _run(self) -> None:
         with self._lock:

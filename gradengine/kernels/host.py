@@ -101,7 +101,7 @@ class HostKernels(Kernels):
     """NumPy on the CPU.
 
     Args:
-        threads: Threads to work with, the caller's included; by default one for each CPU this process may use.
+        threads: Threads to work with, the caller's included; by default one for each CPU that its container leaves it.
 
     Raises:
         CallerError: `threads` is less than one.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,23 +18,51 @@ Task = TypeVar("Task")
 
 
 def available_cpus() -> int:
-    """CPUs this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """CPUs this process may run on, no more than its container's time is worth."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cpus if quota >= cpus else math.ceil(quota)
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """CPUs whose whole time the control groups of this process allow it, of either version; infinite without a limit.
+
+    Args:
+        root: The folder that has `proc` and `sys`.
+    """
+    quotas = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+                group = top / os.path.normpath(f"/{path}").lstrip("/")
+                # A container sees its own group at the top.
+                quotas += [_quota_of(folder) for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return min(quotas)
+
+
+def _quota_of(group: Path) -> float:
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):  # it is of the other version, or has no limit
+            quota, period = map(float, " ".join((group / name).read_text() for name in names).split())
+            return quota / period if quota > 0 else math.inf
+    return math.inf
 
 
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
     """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
 
-    When this returns or raises, no thread works on these tasks any more.
+    When this returns or raises, no thread works on these tasks any more. Where the process can have no more threads,
+    the caller does all of it.
     """
     shared = _SharedWork(work, tasks)
     try:
         try:
             pool = _pool(threads)
-            for _ in range(helpers):
-                pool.put(shared.help)
+            if pool is not None:
+                for _ in range(helpers):
+                    pool.put(shared.help)
             shared.drain()
         finally:
             shared.end()
@@ -115,20 +146,31 @@ _Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 _pools: dict[int, _Calls] = {}
 
 
-def _pool(threads: int) -> _Calls:
-    """The queue of calls for a pool of `threads` - 1 threads of this process, since the caller works too.
+def _pool(threads: int) -> _Calls | None:
+    """The queue of calls for a pool of `threads` - 1 threads of this process at most, since the caller works too.
+
+    None where not one can be started; the next call tries again.
 
     Not an executor: an interrupt of the caller can leave the locks of its futures held.
     """
     if threads not in _pools:
         calls: _Calls = queue.SimpleQueue()
-        for number in range(threads - 1):
-            name = f"gradengine-host-{threads}-{number}"
-            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
-        if _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
-            for _ in range(threads - 1):
+        started = _start(calls, threads)
+        if started and _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
+            for _ in range(started):
                 calls.put(None)
-    return _pools[threads]
+    return _pools.get(threads)
+
+
+def _start(calls: _Calls, threads: int) -> int:
+    """Start the threads of a pool; returns how many there are."""
+    for number in range(threads - 1):
+        name = f"gradengine-host-{threads}-{number}"
+        try:
+            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+        except RuntimeError:  # a limit of the container, or of the user
+            return number
+    return threads - 1
 
 
 def _serve(calls: _Calls) -> None:
