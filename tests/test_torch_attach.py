@@ -21,10 +21,11 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_modules import loop_of_the_readme, needs_distributed  # noqa: E402
 
+import gradengine.torch.attached  # noqa: E402
 from gradengine import GradientEngine  # noqa: E402
 from gradengine.accumulate.state import State  # noqa: E402
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient, WindowError  # noqa: E402
-from gradengine.torch import attach, gradients_of, layout_of, tensors_of  # noqa: E402
+from gradengine.torch import attach, give_gradients, gradients_of, layout_of, tensors_of  # noqa: E402
 
 
 class Net(torch.nn.Module):
@@ -197,6 +198,45 @@ class TestWaysOfBackward:
         assert_same_gradients(ours, theirs, engines[1].step())
         if kind == "compiled":
             torch._dynamo.reset()
+
+    @pytest.mark.parametrize("way", ["by hand", "hooks", "with"])
+    def test_inside_of_torch_compile_the_engine_runs_as_it_is(self, way):
+        attached, ours, theirs, engines = pair({"max_norm": 0.1})
+
+        def step(x):
+            if way == "by hand":
+                theirs.zero_grad()
+                theirs(x).square().mean().backward()
+                engines[1].add(gradients_of(theirs))
+                give_gradients(theirs, engines[1].step())
+            else:
+                with attached.micro_batch(weight=2.0) if way == "with" else contextlib.nullcontext():
+                    ours(x).square().mean().backward()
+                attached.step()
+
+        torch.compile(step, backend="eager")(batch(0))
+        way = "hooks" if way == "by hand" else "by hand"
+        step(batch(0))
+        assert [bits(p.grad) for p in ours.parameters()] == [bits(p.grad) for p in theirs.parameters()]
+        torch._dynamo.reset()
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of Dynamo
+    def test_a_backward_whose_end_cannot_be_seen_needs_a_with(self, monkeypatch):
+        """By compiled autograd, or where torch has no such private names."""
+        attached, ours, *_ = pair()
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            backward = torch.compile(lambda: loss_of(ours, 0).backward(), backend="eager")
+            with pytest.raises(CallerError, match=r"'head.weight' cannot be seen.*attached\.micro_batch\(\)"):
+                backward()
+            ours.zero_grad()
+            with attached.micro_batch():
+                backward()
+        monkeypatch.setattr(gradengine.torch.attached, "_queue_callback", None)
+        with pytest.raises(CallerError, match="cannot be seen"):
+            loss_of(ours, 1).backward()
+        backward_within(attached, loss_of(ours, 1))
+        assert attached.step().micro_batches == 2
+        torch._dynamo.reset()
 
     def test_without_a_with_reentrant_checkpointing_is_refused_where_its_part_comes_first(self):
         attached, ours, _, engines = pair()

@@ -7,8 +7,11 @@ engine's work waits for torch's current stream, and that stream for the engine's
 import os
 
 from gradengine.calls import log_calls
+from gradengine.engine import GradientEngine
+from gradengine.micro_batch import MicroBatch
 from gradengine.torch.attached import Attached, attach
 from gradengine.torch.clipping import clip_grad_norm_
+from gradengine.torch.eager import leave_untraced
 from gradengine.torch.fused import step_fused
 from gradengine.torch.gradients import drop_unused, give_gradients, gradients_of, layout_of, tensors_of
 
@@ -24,4 +27,5 @@ __all__ = [
     "tensors_of",
 ]
 
+leave_untraced(globals(), [Attached, GradientEngine, MicroBatch])
 log_calls(globals(), os.environ, [Attached])

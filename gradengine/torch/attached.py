@@ -25,6 +25,9 @@ from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
 from gradengine.torch.weights import refuse_other_weights
 
+# torch's private names: without them a backward has to be in a `with`.
+_current_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+_queue_callback = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -92,13 +95,14 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
         own, take = weakref.ref(self), weakref.WeakMethod(self._take)
+        called_before, called = map(torch.compiler.disable, (_look, _call))
         handles: list[Any] = []
         for name, parameter in parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
-            handles.append(parameter.register_hook(partial(_look, own, weakref.ref(parameter), name)))
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(_call, take, name)))
+            handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(called, take, name)))
         refuse = weakref.WeakMethod(self._refuse_early_optimizer)
-        handles.append(register_optimizer_step_pre_hook(partial(_call, refuse)))
+        handles.append(register_optimizer_step_pre_hook(partial(called, refuse)))
         self._remove = weakref.finalize(self, _remove_all, handles)
         engine.accumulator.state.hooks = self._remove
         _live.add(self)
@@ -256,7 +260,13 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
-        number = torch._C._current_graph_task_id()
+        if _current_graph_task is None or _queue_callback is None or _is_compiled():
+            raise CallerError(
+                f"the end of the backward that made the gradient of '{name}' cannot be seen",
+                got=f"compiled autograd, or an unknown torch: {torch.__version__}",
+                do="use `with attached.micro_batch():` around each backward",
+            )
+        number = _current_graph_task()
         if self._of_backward is not None and (number == self._backward or _is_nested()):
             return self._of_backward
         if _is_nested():
@@ -271,7 +281,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
         self._drop_unfinished()
         self._of_backward, self._backward = self._engine.micro_batch(), number
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        _queue_callback(self._end_of_backward)
         return self._of_backward
 
     def _end_of_backward(self) -> None:
@@ -400,6 +410,11 @@ def _call(method: weakref.WeakMethod[Any], *given: Any) -> None:
 def _remove_all(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _is_compiled() -> bool:
+    """Whether compiled autograd runs the current backward, at whose end it calls nobody back."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def _is_nested() -> bool:
