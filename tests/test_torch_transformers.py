@@ -79,9 +79,9 @@ def trainer_of(folder, model, bad=(), scaler=None, compute_loss_func=loss_of, **
 
 
 def with_engine(trainer, **options):
-    """The trainer, and its engine."""
+    """The trainer's callback, and its engine."""
     engine = GradientEngine(layout_of(trainer.model), **{"max_norm": MAX_NORM, "average": "sum", **options})
-    callback = EngineCallback(trainer, engine)
+    callback = EngineCallback(engine)
     trainer.add_callback(callback)
     return callback, engine
 
@@ -185,6 +185,11 @@ def test_what_a_run_that_broke_off_left_is_dropped_by_the_next_after_which_all_i
     assert not engine.has_open_window
 
 
+def begin(self):
+    """A frame of the trainer, as `train()` is, but without DeepSpeed's own."""
+    self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("engine_options", "options", "says"),
@@ -202,16 +207,18 @@ class TestRefused:
         ours.is_deepspeed_enabled = is_deepspeed
         before = [parameter.detach().clone() for parameter in trained(ours)]
         with pytest.raises(CallerError, match=says):
-            ours.callback_handler.on_train_begin(ours.args, ours.state, ours.control) if is_deepspeed else ours.train()
+            begin(ours) if is_deepspeed else ours.train()
         assert all(map(torch.equal, trained(ours), before))
         assert engine.current_step == 0
 
     def test_what_does_not_belong_together(self, tmp_path):
         ours = trainer_of(tmp_path, llama())
         engine = GradientEngine(layout_of(llama(lora=False)), average="sum")
-        for given, word in (((ours.model, engine), "trainer"), ((ours, 1.0), "engine")):
-            with pytest.raises(CallerError, match=word):
-                EngineCallback(*given)
-        ours.add_callback(EngineCallback(ours, engine))
+        for given in (EngineCallback, [ours]):
+            with pytest.raises(CallerError, match=r"engine .*callbacks=\[EngineCallback\(engine\)\]"):
+                Trainer(ours.model, ours.args, callbacks=[given]) if given is EngineCallback else EngineCallback(*given)
+        callback = EngineCallback(engine)
+        with pytest.raises(CallerError, match="no Trainer"):
+            callback.on_train_begin(ours.args, ours.state, ours.control)
         with pytest.raises(LayoutMismatch):
-            ours.train()
+            Trainer(ours.model, ours.args, train_dataset=sequences(), callbacks=[callback]).train()

@@ -28,7 +28,7 @@ def transformers(folder):
     ours = single.trainer_of(folder, single.llama(), **options)
     exchange = gradengine.connect(process_group=torch.distributed.group.WORLD)
     engine = GradientEngine(layout_of(ours.model), max_norm=single.MAX_NORM, average="sum", exchange=exchange)
-    ours.add_callback(EngineCallback(ours, engine))
+    ours.add_callback(EngineCallback(engine))
     ours.train()
     exchange.close()
     return weights(ours.model), weights(theirs.model)

@@ -5,7 +5,9 @@ Not imported by `gradengine.torch`: `from gradengine.torch.transformers import E
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -30,35 +32,37 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
     always made between two windows, so it needs nothing of the engine. A window that an interrupted run left in the
     engine is dropped when the next run begins.
 
+    The trainer has `max_grad_norm=0`. It is found when its `train()` begins, by its own frame.
+
     Args:
-        trainer: The trainer that the callback is added to, with `max_grad_norm=0`.
         engine: Built with `average="sum"`, under fp16 also `on_non_finite="pass"`; with several ranks, with their
             exchange.
 
     Raises:
-        CallerError: As `train()` begins: the engine divides again, Trainer clips too, DeepSpeed accumulates, or the
-            ranks of Trainer are not those of the engine.
+        CallerError: Trainer was passed the class in place of an instance. As `train()` begins: the engine divides
+            again, Trainer clips too, DeepSpeed accumulates, or the ranks of Trainer are not those of the engine.
         LayoutMismatch, BufferRefused: As `train()` begins: as `attach`.
 
     Example::
 
-        trainer = Trainer(model, TrainingArguments("out", max_grad_norm=0, gradient_accumulation_steps=4), ...)
-        engine = GradientEngine(layout_of(trainer.model), trainer.args.device, max_norm=1.0, average="sum")
-        trainer.add_callback(EngineCallback(trainer, engine))
+        args = TrainingArguments("out", max_grad_norm=0, gradient_accumulation_steps=4)
+        engine = GradientEngine(layout_of(model), args.device, max_norm=1.0, average="sum")
+        trainer = Trainer(model, args, callbacks=[EngineCallback(engine)], ...)
         trainer.train()
     """
 
     result: StepResult | None = None  #: of the last step
 
-    def __init__(self, trainer: Trainer, engine: GradientEngine) -> None:
-        refuse_other_kind("trainer", trainer, Trainer)
-        refuse_other_kind("engine", engine, GradientEngine)
-        self._trainer, self._engine = trainer, engine
+    # Trainer calls a class that it is passed without arguments.
+    def __init__(self, engine: GradientEngine = None) -> None:  # type: ignore[assignment]
+        refuse_other_kind("engine", engine, GradientEngine, do="pass callbacks=[EngineCallback(engine)]")
+        self._engine = engine
         self._attached: Attached | None = None  # while it trains
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach the engine to the model."""
         self.on_train_end(args, state, control)
+        self._trainer = _calling_trainer()
         refuse_dividing_again(self._engine)
         refuse_clipping_twice("max_grad_norm", args.max_grad_norm)
         if self._trainer.is_deepspeed_enabled:
@@ -90,3 +94,13 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
     def _step(self, attached: Attached) -> StepResult:
         self.result = attached.step(scaler=self._trainer.accelerator.scaler, unscale=False)
         return self.result
+
+
+def _calling_trainer() -> Trainer:
+    """The trainer whose event this is: Trainer passes a callback the model, but neither itself nor its accelerator."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
+            return found
+        frame = frame.f_back
+    raise CallerError("no Trainer called on_train_begin()", do="call trainer.train()")
