@@ -1,6 +1,9 @@
 """What a GPU needs: each missing piece is named, with the way to get it."""
 
+import importlib
 import sys
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -108,6 +111,17 @@ def test_a_fault_in_the_source_is_not_dressed_up(base):
     fault = type("CompileException", (base,), {})("error: expected ';'")
     with pytest.raises(type(fault), match="expected ';'"):
         toolchain.compiled(compiling(fault), "measure")
+
+
+def test_sources_are_read_from_a_zip_file_too(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as app:
+        app.writestr("zipped/__init__.py", "")
+        for path in Path(toolchain.__file__).parent.iterdir():
+            if path.suffix in {".cu", ".cuh"} or path.name == "toolchain.py":
+                app.write(path, f"zipped/{path.name}")
+    monkeypatch.syspath_prepend(tmp_path / "app.zip")
+    zipped = importlib.import_module("zipped.toolchain")
+    assert (zipped.source("measure"), zipped.arithmetic()) == (toolchain.source("measure"), toolchain.arithmetic())
 
 
 def test_each_choice_is_a_define_and_sources_are_whole():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gradengine.errors import DeviceUnavailable
 
-_FOLDER = Path(__file__).parent  # importlib.resources takes 30 ms to import, a fifth of what the package may take
 _INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
 _OLDEST_CUPY = 14  # bf16, Stream.from_external and C++17 come with it
 _LARGE_ARGUMENTS, _LARGE_ARGUMENTS_DRIVER = (12, 1), 12010
@@ -67,15 +65,22 @@ def source(name: str) -> str:
 
     The text is whole because CuPy's cache of compiled kernels is keyed by it, and would not see a change in a header.
     """
-    text = (_FOLDER / f"{name}.cu").read_text()
+    text = _read(f"{name}.cu")
     for header in ("common.cuh", "arithmetic.cuh"):
-        text = text.replace(f'#include "{header}"', (_FOLDER / header).read_text())
+        text = text.replace(f'#include "{header}"', _read(header))
     return text
 
 
 def arithmetic() -> str:
     """The arithmetic of the kernels in a namespace of its own, for code that others generate around it."""
-    return f"namespace gradengine {{\n{(_FOLDER / 'arithmetic.cuh').read_text()}\n}}"
+    return f"namespace gradengine {{\n{_read('arithmetic.cuh')}\n}}"
+
+
+def _read(name: str) -> str:
+    """The text of a file beside this one, also where the package is in a zip file, as zipapp makes it."""
+    # Imported here, for it takes 30 ms, a fifth of what the package may take.
+    resources = importlib.import_module("importlib.resources")
+    return str(resources.files(__package__).joinpath(name).read_text())
 
 
 def takes_large_arguments(xp: Any) -> bool:
