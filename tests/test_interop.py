@@ -4,6 +4,8 @@ torch and JAX with their gradients on a real GPU, too. What needs no GPU of thes
 test_kernels_streams.py, with a stand-in for torch.
 """
 
+import contextlib
+import copy
 import importlib.util
 
 import ml_dtypes
@@ -252,6 +254,36 @@ def test_weights_are_read_where_they_lie(framework, kind):
     assert float(found.weight) == expected.weight == 307
     for name, gradient in found.gradients.items():
         draw.assert_same_bits(on_host(gradient), on_host(expected.gradients[name]))
+
+
+@pytest.mark.parametrize("framework", ["torch", "torch-cupy"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hooks_give_the_bits_of_gradients_that_are_added_by_hand(framework, dtype):
+    """On a stream of torch's own, if it has streams; a window is skipped, and a GradScaler follows."""
+    from gradengine.torch import attach, gradients_of, layout_of
+
+    t, device = framework.torch, framework.put(np.zeros(1, np.float32)).device
+    start = t.nn.Sequential(t.nn.Linear(300, 50), t.nn.Tanh(), t.nn.Linear(50, 7)).to(device, getattr(t, dtype))
+    ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    options = {"max_norm": 0.5, "on_non_finite": "skip"}
+    engine, by_hand = (GradientEngine(layout_of(m), framework.kernels, **options) for m in (ours, theirs))
+    attached, scaler = attach(ours, engine), t.amp.GradScaler(device.type, init_scale=2.0**4)
+    with t.cuda.stream(t.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
+        for window in range(4):
+            for k in range(2):
+                x = t.full((8, 300), k + 1.0 if window != 1 else float("inf"), dtype=getattr(t, dtype), device=device)
+                scale = scaler.scale(t.ones((), device=device))
+                (ours(x).square().mean().float() * scale).backward()
+                theirs.zero_grad()
+                (theirs(x).square().mean().float() * scale).backward()
+                by_hand.add(gradients_of(theirs))
+            expected = by_hand.step(out=gradients_of(theirs, allocate=True), loss_scale=float(scale))
+            found = attached.step(scaler=scaler)
+            assert float(found.skipped) == float(expected.skipped) == (window == 1)
+            for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert our.grad is None if window == 1 else t.equal(our.grad, their.grad)
+            ours.zero_grad()
+    assert scaler.get_scale() == 2.0**3
 
 
 @OF_TORCH
