@@ -154,10 +154,10 @@ def has(value: object, attribute: str) -> bool:
         return False
 
 
-def refuse_unknown(name: str, value: object, known: Sequence[str]) -> None:
+def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | None = None) -> None:
     """Raise `CallerError` unless the value is one of these words."""
     if not isinstance(value, str) or value not in known:
-        raise CallerError(f"unknown {name}", got=said(value), expected=f"one of {', '.join(map(repr, known))}")
+        raise CallerError(f"unknown {name}", got=said(value), expected=f"one of {', '.join(map(repr, known))}", do=do)
 
 
 def refuse_lacking(name: str, value: object, attributes: Sequence[str]) -> None:

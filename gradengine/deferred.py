@@ -117,7 +117,7 @@ class DeferredErrors:
             f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
             got=f"{status.bad_weight:g} in all",
             expected="weights of 0 or of at least 2**-126, not all 0, that with the loss scale make 2**-126..2**126",
-            do="leave such a micro-batch out, or have its array say 0; see result.skipped before the optimizer's step",
+            do="skip that micro-batch, or set its weight to 0; read result.skipped before the optimizer steps",
         )
         self._raised_bad_weights = status.bad_weights
         raise error

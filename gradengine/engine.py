@@ -13,7 +13,7 @@ from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import weighs_nothing
-from gradengine.arguments import as_float, refuse_other_kind, truth_value
+from gradengine.arguments import as_float, truth_value
 from gradengine.arrays.buffer import Array
 from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
@@ -24,7 +24,7 @@ from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
-from gradengine.layout import GradientLayout
+from gradengine.layout import GradientLayout, refuse_no_layout
 from gradengine.layout.slots import Span
 from gradengine.loss_scaling import LossScaling
 from gradengine.micro_batch import MicroBatch
@@ -60,7 +60,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" the gradient on
             unclipped: with groups only the group that holds it, while each other group keeps its bound.
         micro_batches: Micro-batches in a window, if known: the last one measures the norm in the same pass, and its
-            spans are sent to the other workers at once. A further one is refused, also a further one of any block.
+            spans are sent to the other workers at once. More are refused, of any block, as fewer are by `step()`.
         hold: Micro-batches kept by reference and added in one pass; their buffers must stay unchanged until then.
         groups: Components that share a norm: None (all), "block", "component", a mapping name -> group, or a function.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
@@ -110,7 +110,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
-        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
         if reused_buffers is not None:
             warnings.warn("reused_buffers has no effect any more: leave it out", DeprecationWarning, stacklevel=2)
@@ -298,7 +298,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         return MicroBatch(self.accumulator, self._reducer, self._settings, self._whole, kept, last=last)
 
     def step(
-        self, out: Gradients | None = None, *, deferred: bool = False, loss_scale: float | None = None
+        self,
+        out: Gradients | None = None,
+        *,
+        deferred: bool = False,
+        loss_scale: float | None = None,
+        partial: bool = False,
     ) -> StepResult:
         """Close the window: sum over workers, check, clip, average and hand back.
 
@@ -308,14 +313,16 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             deferred: Leave the sum unscaled, in `result.sums`, for an optimizer that multiplies by `result.factor`
                 itself and reads `result.skipped`: one pass less.
             loss_scale: What the window's losses were multiplied by, if not set before; becomes the engine's.
+            partial: Allow fewer micro-batches than the engine's `micro_batches`, as in the last window of an epoch.
 
         Returns:
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: Nothing was added since the last step, or nothing that counts on any worker; a component lacks
-                some of the window's micro-batches; the window's weight times the loss scale is outside 2**-126..2**126;
-                a call that was interrupted left the window broken; or the engine is attached: use `attached.step()`.
+            WindowError: Nothing was added since the last step, or nothing that counts on any worker; the window is
+                short of `micro_batches`, or a component of the window's micro-batches; the window's weight times the
+                loss scale is outside 2**-126..2**126; a call that was interrupted left the window broken; or the engine
+                is attached: use `attached.step()`.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU: an earlier step's,
                 whose gradients were handed back as zeros.
@@ -324,16 +331,17 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._facts)
-        result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale)
+        result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale, partial)
         return result if self._capture is not None else self._observers.shown(result)
 
-    def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None) -> StepResult:
+    def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             raise CallerError(
                 "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
             )
         self._ask(Call.STEP)
         destinations = None if out is None else self.accumulator.destinations.of(out)
+        self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
         try:

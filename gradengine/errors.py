@@ -137,7 +137,7 @@ class NonFiniteGradient(GradientError):
             expected="a finite number",
             do="zeros were handed back in that step (a deferred one left the sum); on_non_finite='skip' raises nothing"
             if is_late
-            else "the window is kept (with several workers, as their sum): discard() it, or use on_non_finite='skip'",
+            else "the micro-batches are kept: call discard() to drop them, or use on_non_finite='skip'",
         )
 
     def __reduce__(self) -> tuple[object, ...]:

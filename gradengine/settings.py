@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, TypedDict, final
 
-from gradengine.arguments import as_float, has, out_of_range, refuse_unknown, said, whole_number
+from gradengine.arguments import as_float, has, out_of_range, refuse_unknown, said, truth_value, whole_number
 from gradengine.clip import Groups, MaxNorm
 from gradengine.errors import CallerError, WindowError
 from gradengine.exchange.linked import Exchange
@@ -51,7 +51,7 @@ class Settings:
         loss_scale: float | DynamicLossScale,
     ) -> None:
         refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
-        refuse_unknown("average", average, ("weighted", "per_worker", "sum"))
+        refuse_unknown("average", average, ("weighted", "per_worker", "sum"), do="the mean is 'weighted'")
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         # Zeros also where it raises: a GPU's error is raised by a later call, after the gradients were handed back.
@@ -94,6 +94,16 @@ class Settings:
             raise WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=expected)
         return count + 1 == room
 
+    def refuse_short(self, count: int, *, partial: bool) -> None:
+        """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is said."""
+        if not truth_value("partial", partial) and self.micro_batches is not None and 0 < count < self.micro_batches:
+            raise WindowError(
+                "the window is short",
+                got=f"{count} micro-batches",
+                expected=f"micro_batches={self.micro_batches}",
+                do="add the rest, or call step(partial=True) for a short last window",
+            )
+
     def refuse_lone_part(self, layout: GradientLayout) -> None:
         """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
         clips, skips = any(bound < math.inf for bound in self.plan.max_norms), self.zero_if_bad and not self.raises
@@ -121,5 +131,6 @@ def checked_loss_scale(value: float) -> float:
     """The loss scale as a float; raises `CallerError` unless it is a number in 2**-126..2**126."""
     scale = as_float(value)
     if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too
-        raise out_of_range("loss_scale", value, "2**-126..2**126")
+        do = "pass scaler.get_scale() or a DynamicLossScale" if math.isnan(scale) else None
+        raise out_of_range("loss_scale", value, "2**-126..2**126", do=do)
     return scale

@@ -258,7 +258,7 @@ class DistributedTrainer(Fixed):
     def _step(self) -> None:
         self._batch = Batch.APPLYING
         try:
-            result = self._last_result = self.engine.step()
+            result = self._last_result = self.engine.step(partial=True)
         except GradientError:
             self._batch = Batch.ADDED
             raise

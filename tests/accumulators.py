@@ -88,7 +88,7 @@ def bad_gradients(slots, backend=HOST):
 
     yield good[:-1], f"got {len(good) - 1}, expected {len(good)}"
     yield [*good, good[0]], f"got {len(good) + 1}, expected {len(good)}"
-    yield ending_in(ones(size + 1)), f"'{last}' has another shape: got .*{size + 1} elements"
+    yield ending_in(ones(size + 1)), f"'{last}' has the wrong shape: got .*{size + 1}"
     yield ending_in(np.ones(slots[-1].shape)), f"'{last}' .*: got float64"
     yield [*good[:-1], on_host(good[-1]).tolist()], f"'{last}' is not an array"
     yield dict.fromkeys((slot.name for slot in slots[1:]), good[0]), f"lack component '.*{slots[0].name[-1]}'"

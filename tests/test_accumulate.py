@@ -287,9 +287,9 @@ class TestStrided:
         [
             (lambda a: a.T.copy().T.astype(np.float64, order="K"), BufferRefused, "got float64"),
             (lambda a: np.ma.masked_less(np.asfortranarray(a), 0), BufferRefused, "masked"),
-            (np.transpose, LayoutMismatch, "another shape"),
-            (lambda a: Producer(a.T), LayoutMismatch, "another shape"),
-            (lambda a: np.broadcast_to(a[0, 0], (1 << 40, 3)), LayoutMismatch, "another shape"),
+            (np.transpose, LayoutMismatch, "the wrong shape"),
+            (lambda a: Producer(a.T), LayoutMismatch, "the wrong shape"),
+            (lambda a: np.broadcast_to(a[0, 0], (1 << 40, 3)), LayoutMismatch, "the wrong shape"),
             (lambda a: Producer(np.asfortranarray(a), data=0), BufferRefused, "'w' is not at a valid address"),
             (lambda a: Producer(np.asfortranarray(a), bits=64), BufferRefused, "got float64"),
             (lambda a: Producer(np.asfortranarray(a), device=(2, 0)), BufferRefused, "got cuda:0"),

@@ -77,7 +77,7 @@ def test_what_is_refused_is_refused_again(backend, arena, known):
     first, second = arrays_of(backend)
     ours, other = raw(arena.part(0, 4)), backend.put(np.zeros(5, np.float32))
     for out, says in (
-        ([first, other], "'v' has another shape"),
+        ([first, other], "'v' has the wrong shape"),
         ([None, None], "destination"),
         ([ours, second], "arena"),
     ):

@@ -128,8 +128,7 @@ def test_a_gradient_has_the_slots_shape_or_is_flat(shape, slot_shape, fits):
         return
     with pytest.raises(LayoutMismatch, match="'w'") as refusal:
         matched_views([slot], [view], lambda sources, _: list(sources))
-    assert refusal.value.got == f"{shape}, {view.size} elements"
-    assert refusal.value.expected.startswith(f"{slot_shape}, {slot.size} elements")
+    assert (refusal.value.got, refusal.value.expected) == (shape, slot_shape)
 
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "empty": (0,), "head": (1,)})
@@ -179,7 +178,7 @@ class TestDestinations:
             ({name: named[name] for name in NAMES[:3]}, "lack component 'head'"),
             ({**named, "tail": None}, "no component 'tail'"),
             ("abc", "got str"),
-            ([*good[:3], memory[:2]], r"'head' has another shape: got \(2,\), 2 elements"),
+            ([*good[:3], memory[:2]], r"'head' has the wrong shape: got \(2,\)"),
             ([*good[:3], backend.put(np.ones(1))], "'head' .* got float64"),
             ([*good[:3], raw(last, writable=False)], "'head' is read-only"),
             ([memory[:15], memory[14:21], None, None], "'layers.0.w' and 'layers.1.w' overlap"),

@@ -131,7 +131,7 @@ class TestByTheirForm:
         strided[1] = strided[1].T
         ours = [device.kernels.device.array(arrivals._arena.part(0, 4), (4,)), arrays_of(device)[1]]
         as_they_come = tensors_of if isinstance(new()[0], Tensor) else list
-        for arrays, says in ((wrong, "'1' has another shape"), (strided, "'1' is not contiguous"), (ours, "own arena")):
+        for arrays, says in ((wrong, "'1' has the wrong"), (strided, "'1' is not contiguous"), (ours, "own arena")):
             for _ in range(2):
                 with pytest.raises((BufferRefused, LayoutMismatch), match=says):
                     add(as_they_come(arrays))

@@ -233,7 +233,7 @@ REFUSED = {
     "host memory said to be the device's": (ours(HOST_MEMORY.ctypes.data), "not entirely on cuda:0"),
     "pinned memory said to be the device's": (pointer_to_pinned_memory, "not entirely on cuda:0"),
     "a pointer with too many elements": (pointer(size=1 << 44), "not entirely on cuda:0: .* 70368744177664 bytes"),
-    "another shape": (lambda d: d.put(np.ones(8, np.float32)), r"another shape: got \(8,\), 8 elements"),
+    "the wrong shape": (lambda d: d.put(np.ones(8, np.float32)), r"the wrong shape: got \(8,\), expected"),
     "a strided array": (lambda d: d.put(np.ones((7, 2), np.float32))[:, 0], r"not contiguous: .* strides \(2,\)"),
     "a strided tensor": (lambda d: Forwarding(d.put(np.ones((7, 2), np.float32))[:, 0]), "not contiguous"),
     "a strided interface": (interface(shape=(7,), strides=(8,)), r"not contiguous: .* \(2,\)"),

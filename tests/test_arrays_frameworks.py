@@ -98,7 +98,7 @@ CHANGES = {
     "data.t": (lambda t, x: setattr(x, "data", x.data.t()), "not contiguous"),
     "set_": (lambda t, x: x.set_(x.untyped_storage(), 0, (4, 4), (8, 1)), "not contiguous"),
     "neg": (lambda t, x: setattr(x, "data", t._neg_view(x.data)), "lazily negated"),
-    "resize_": (lambda t, x: x.resize_(2, 4), "has another shape"),
+    "resize_": (lambda t, x: x.resize_(2, 4), "has the wrong shape"),
     "double": (lambda t, x: setattr(x, "data", x.data.double()), "got float64"),
     "requires_grad_": (lambda t, x: x.requires_grad_(), "requires grad"),
     "storage": (lambda t, x: x.untyped_storage().resize_(0), "is not at a valid address"),
@@ -134,7 +134,7 @@ class TestTorch:
             for _ in range(20):
                 engine.add([torch.ones(3, requires_grad=is_watched) * 1])
                 engine.step()
-            with pytest.raises(GradientError, match=f"has another shape|{message}"):
+            with pytest.raises(GradientError, match=f"has the wrong shape|{message}"):
                 engine.add([make(torch)])
 
     @pytest.mark.parametrize(

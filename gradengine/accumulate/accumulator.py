@@ -24,13 +24,13 @@ from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.weighing import Weighing
 from gradengine.accumulate.window import Flags, SavedWindow, Window, nothing_came
-from gradengine.arguments import as_index, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arguments import as_index, said, truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, Fixed, LayoutMismatch, NotCopied, WindowError
 from gradengine.kernels import Contribution, DeviceWeight, FoldPass, Kernels, SlotSet, Weight, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
-from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span
+from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
 
 
@@ -61,7 +61,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
-        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        refuse_no_layout(layout)
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels
         copy_strided = truth_value("copy_strided", copy_strided)

@@ -10,10 +10,9 @@ import numpy as np
 from gradengine.accumulate.accumulator import GradientAccumulator
 from gradengine.accumulate.destinations import destinations_of
 from gradengine.accumulate.gradients import Gradients
-from gradengine.arguments import refuse_other_kind
 from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for
-from gradengine.layout import GradientLayout, Slot
+from gradengine.layout import GradientLayout, Slot, refuse_no_layout
 
 _GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
 _BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
@@ -56,7 +55,7 @@ class GpuGradientAccumulator(GradientAccumulator):
         An engine with an exchange over sockets also takes `layout.nbytes` of pinned host memory; with another exchange
         at most 16 MiB, or two shares if those are larger.
         """
-        refuse_other_kind("layout", layout, GradientLayout, do="see GradientLayout.of")
+        refuse_no_layout(layout)
         chunk = chunk_for(layout.num_elements)
         chunks, components = _chunks_of(layout.slots, chunk), len(layout.slots)
         spans = [span.slots for span in layout.spans] if len(layout.spans) > 1 else []

@@ -150,9 +150,10 @@ def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, .
     """Raise `LayoutMismatch` unless an array has this shape, or is flat and has as many elements."""
     if got != shape and got != (math.prod(shape),):
         raise LayoutMismatch(
-            f"component '{component}' has another shape",
-            got=f"{tuple(got)}, {math.prod(got)} elements",
-            expected=f"{shape}, {math.prod(shape)} elements (or the same flat)",
+            f"component '{component}' has the wrong shape",
+            got=tuple(got),
+            expected=shape,
+            do="pass it in this shape, or flat",
         )
 
 

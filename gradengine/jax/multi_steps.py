@@ -149,7 +149,7 @@ class _MultiSteps:
 
     def _step(self, structure: Any, names: Iterable[str], given: tuple[Any, ...]) -> tuple[Any, MultiStepsState]:
         """Step the engine, and update by its result; when this returns no work reads the arena any more."""
-        result = self._engine.step()
+        result = self._engine.step(partial=True)  # `last` may be said of any micro-batch
         arrays = [_readable(name, result.gradients[name]) for name in names]
         found = {name: _readable(name, getattr(result, name)) for name in ("norm", "scale", "skipped")}
         # JAX reads the arena itself, which the next add overwrites, and nothing else waits for all that is computed.

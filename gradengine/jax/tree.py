@@ -119,7 +119,7 @@ class GradientTree(Fixed):
         if name not in self._shapes:
             raise LayoutMismatch(f"the tree has an unexpected leaf '{name}'", got=f"shape {got}", expected="None")
         if got != self._shapes[name]:
-            raise LayoutMismatch(f"component '{name}' has another shape", got=got, expected=self._shapes[name])
+            raise LayoutMismatch(f"component '{name}' has the wrong shape", got=got, expected=self._shapes[name])
 
 
 def flattened(tree: Any) -> tuple[Leaves, Any]:

@@ -11,6 +11,7 @@ from gradengine.layout.layout import (
     NON_BLOCK_COMPONENTS,
     GradientLayout,
     layout_from_table,
+    refuse_no_layout,
 )
 from gradengine.layout.slots import Block, Slot, Span
 
@@ -23,4 +24,5 @@ __all__ = [
     "Slot",
     "Span",
     "layout_from_table",
+    "refuse_no_layout",
 ]

@@ -291,6 +291,12 @@ class GradientLayout(Fixed):
         )
 
 
+def refuse_no_layout(layout: object) -> None:
+    """Raise `CallerError` unless this is a layout."""
+    do = "pass GradientLayout.of(...), or gradengine.torch.layout_of(model)"
+    refuse_other_kind("layout", layout, GradientLayout, do=do)
+
+
 def layout_from_table(table: bytes) -> GradientLayout:
     """The layout that a worker's table describes; raises `LayoutMismatch` if the table is not valid."""
     refuse_other_kind("a layout table", table, bytes)

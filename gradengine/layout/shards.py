@@ -212,4 +212,4 @@ def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | No
 
 def _refuse_other_shape(array: AnyArray, shape: Shape, what: str) -> None:
     if tuple(array.shape) != shape:
-        raise LayoutMismatch(f"{what} another shape", got=tuple(array.shape), expected=shape)
+        raise LayoutMismatch(f"{what} the wrong shape", got=tuple(array.shape), expected=shape)

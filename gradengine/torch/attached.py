@@ -142,7 +142,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         """
         return _Pause(self)
 
-    def step(self, *, scaler: Any = None, unscale: bool = True) -> StepResult:
+    def step(self, *, scaler: Any = None, unscale: bool = True, partial: bool = False) -> StepResult:
         """Step the engine, and set each parameter's `.grad` to its result, for any optimizer.
 
         If all parameters take fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch:
@@ -157,6 +157,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             unscale: False if `scaler.step(optimizer)` and `scaler.update()` follow, as in a trainer, and where several
                 models share a scaler. Then `.grad` is clipped by the true norm and still multiplied by the scale, and
                 the engine has `on_non_finite="pass"`: the scaler skips and is updated as usual.
+            partial: As `GradientEngine.step`.
 
         Returns:
             The engine's result.
@@ -185,7 +186,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         if loss_scale is not None and unscale:
             _refuse_shared(used, self)
         with self._on_torchs_stream():
-            result, gradients = self._stepped(loss_scale)
+            result, gradients = self._stepped(loss_scale, is_partial=partial)
         is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
         for name, parameter in self._parameters.items():
@@ -304,20 +305,20 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     # ---- the step ----
 
-    def _stepped(self, loss_scale: float | None) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
+    def _stepped(self, loss_scale: float | None, *, is_partial: bool) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
         """The result, and each parameter's gradient in its own shape."""
         dtypes = {name: grad_dtype_of(parameter) for name, parameter in self._parameters.items()}
         if all(dtype in (None, torch.float32) for dtype in dtypes.values()):
             state = self._engine.accumulator.state
             state.hooks = None  # this step is not a bare one: its gradients are set below
             try:
-                result = self._engine.step(loss_scale=loss_scale)
+                result = self._engine.step(loss_scale=loss_scale, partial=is_partial)
             finally:
                 state.hooks = self._remove
             return result, {name: view_for(p, name, result.gradients) for name, p in self._parameters.items()}
         made = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in self._parameters.items()}
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
-        return self._engine.step(out=out, loss_scale=loss_scale), made
+        return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
     def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer, given: Any, named: Mapping[str, Any]) -> None:
         """Raise `WindowError` for an optimizer that would move none of its weights, since the window is still open.

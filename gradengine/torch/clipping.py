@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from gradengine import errors
 from gradengine.arguments import as_float, as_text, said, truth_value
 from gradengine.clip import checked_max_norm, clip_by_global_norm
-from gradengine.errors import BufferRefused, CallerError, NonFiniteGradient
+from gradengine.errors import BufferRefused, CallerError
 from gradengine.kernels import kernels_for
 from gradengine.torch.gradients import as_tensor, in_memory_order
 
@@ -74,7 +75,7 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
-class _NonFiniteNorm(NonFiniteGradient, RuntimeError):
+class NonFiniteGradient(errors.NonFiniteGradient, RuntimeError):
     """Error of a clip outside any step or window; also a RuntimeError, which code written for torch catches."""
 
     def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
@@ -135,5 +136,5 @@ def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradien
         found = torch.isfinite(gradient).logical_not().flatten().nonzero()
         if len(found):
             index = int(found[0])
-            return _NonFiniteNorm(name, index, float(gradient.flatten()[index]))
+            return NonFiniteGradient(name, index, float(gradient.flatten()[index]))
     raise AssertionError("a norm that is not finite has a gradient that is not")

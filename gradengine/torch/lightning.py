@@ -96,7 +96,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         """Run the last micro-batch of a window, then the engine's step; what the micro-batch returned."""
         output = closure()
         if self._engine.has_open_window:
-            self.result = attached.step(scaler=scaler, unscale=False)
+            self.result = attached.step(scaler=scaler, unscale=False, partial=True)
         return output
 
 

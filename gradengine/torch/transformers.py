@@ -92,7 +92,7 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         return norm
 
     def _step(self, attached: Attached) -> StepResult:
-        self.result = attached.step(scaler=self._trainer.accelerator.scaler, unscale=False)
+        self.result = attached.step(scaler=self._trainer.accelerator.scaler, unscale=False, partial=True)
         return self.result
 
 
