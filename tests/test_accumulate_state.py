@@ -66,8 +66,8 @@ class Echo(Exchange):
         self.lost = lost
 
     def bind(self, layout, arena, progress):
-        self.layout, self.arena, self.progress = layout, arena, progress
-        self.sums = arena.rows(1, layout.arena_size)[0]
+        sums = arena.rows(1, layout.arena_size)[0]
+        vars(self).update(layout=layout, arena=arena, progress=progress, sums=sums)
 
     def start(self, *spans, in_background=True):
         for span in spans:
@@ -141,7 +141,7 @@ class Stand:
         self.engine.add_non_block("head", self.of[1][1])
         with pytest.raises(PeerLost):
             self.engine.step()
-        self.engine.exchange.lost = False
+        vars(self.engine.exchange)["lost"] = False
 
     def agreed(self):
         self.sending(np.nan)
