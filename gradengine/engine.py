@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -69,7 +68,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
             A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
-        reused_buffers: Deprecated, without effect: `gradients_of` detects torch gradients that were not cleared.
         copy_strided: On the CPU, copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when
             they are added; without it they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
@@ -105,15 +103,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float | DynamicLossScale = 1.0,
-        reused_buffers: bool | None = None,
         copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
         replicated: Replicated = "same",
     ) -> None:
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
-        if reused_buffers is not None:
-            warnings.warn("reused_buffers has no effect any more: leave it out", DeprecationWarning, stacklevel=2)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
         if tp_exchange is None:
@@ -319,15 +314,13 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             The result; a later `add` overwrites its gradients.
 
         Raises:
-            WindowError: Nothing was added since the last step, or nothing that counts on any worker; the window is
-                short of `micro_batches`, or a component of the window's micro-batches; the window's weight times the
-                loss scale is outside 2**-126..2**126; a call that was interrupted left the window broken; or the engine
-                is attached: use `attached.step()`.
+            WindowError: Nothing was added, or nothing that counts on any worker; the window is short of
+                `micro_batches`, or a component of the window's; the window's weight times the loss scale is outside
+                2**-126..2**126; an interrupt left the window broken; or the engine is attached: use `attached.step()`.
             BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
             NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU: an earlier step's,
                 whose gradients were handed back as zeros.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed; the window is kept.
-            ExchangeError: The workers' settings or sums differ; the window is kept.
+            ExchangeError: The exchange failed, or the workers' settings or sums differ; the window is kept.
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._facts)
@@ -336,9 +329,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
-            raise CallerError(
-                "a deferred step hands nothing back, and leaves one factor", expected="out=None, and groups=None"
-            )
+            what = "a deferred step hands nothing back, and leaves one factor"
+            raise CallerError(what, expected="out=None, and groups=None")
         self._ask(Call.STEP)
         destinations = None if out is None else self.accumulator.destinations.of(out)
         self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
@@ -374,7 +366,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
         """Call a function with each step's or replay's result before it is returned; returns a function to remove it.
 
-        Several are called in turn. The step is made by then; an error of the function is raised by `step`.
+        The step is made by then. An error of the function is raised by `step`.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
@@ -483,10 +475,9 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self.accumulator.load(checkpoint.window)
 
     def check(self) -> None:
-        """Wait for a GPU's steps and raise what no call has raised yet: at the end of training, before a checkpoint.
+        """Wait for a GPU's steps, and raise the `NonFiniteGradient` that no call has raised yet.
 
-        Raises:
-            NonFiniteGradient: A step's gradient held NaN or Inf, with on_non_finite="raise".
+        Call it at the end of training, and before a checkpoint.
         """
         self._late.wait()
         self._late.raise_pending()

@@ -32,7 +32,6 @@ class EngineOptions(TypedDict, total=False):
     groups: Groups
     average: Average
     loss_scale: float | DynamicLossScale
-    reused_buffers: bool | None
     copy_strided: bool
     tp_exchange: Exchange | None
     replicated: Replicated

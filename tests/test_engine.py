@@ -399,11 +399,6 @@ def test_an_engine_says_what_it_was_made_with():
     assert engine.has_open_window
 
 
-def test_an_option_without_effect_is_deprecated():
-    with pytest.warns(DeprecationWarning, match="reused_buffers"):
-        GradientEngine(SMALL, reused_buffers=True)
-
-
 class TestOnStep:
     def step(self, engine, value=1.0):
         engine.add([np.full(slot.shape, value, np.float32) for slot in SMALL.slots])
