@@ -303,7 +303,7 @@ def test_nccl_is_taken_for_gpus_alone_and_only_if_it_is_faster():
     on_cpus = predict(dataclasses.replace(asked, device="cpu"))
     assert (on_cpus.choice.transport, "nccl" in on_cpus.exchanges) == ("tcp://", False)
     assert [predict(asked).missing_bytes, on_cpus.missing_bytes] == [predict(asked).memory.on_device - 80 * 10**9, 0]
-    assert predict(dataclasses.replace(asked, device_gigabytes=141.0)).missing_bytes == 0
+    assert predict(dataclasses.replace(asked, gpu_gigabytes=141.0)).missing_bytes == 0
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))

@@ -56,7 +56,7 @@ def plan(
     backward_seconds: Annotated[float | None, typer.Option(help="A micro-batch's, measured; not --tflops.")] = None,
     vocab_parallel: Annotated[bool, flag("--vocab-parallel", "Cut LM head and embedding too.")] = False,
     device: Annotated[str | None, typer.Option(metavar="|".join(DEVICES), help=_DEVICE)] = None,
-    device_gigabytes: Annotated[float, typer.Option(help="Memory of a GPU, in 10^9 bytes.")] = 80.0,
+    gpu_gigabytes: Annotated[float, typer.Option(help="Memory of a GPU, in 10^9 bytes.")] = 80.0,
     json: Annotated[Path | None, typer.Option(help="Write everything to a file; -: to stdout, and no table.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw exchange seconds against workers to a file.")] = None,
 ) -> None:
@@ -86,7 +86,7 @@ def plan(
             latency_seconds=latency_us / _MICROSECONDS, tp_latency_seconds=tp_latency_us / _MICROSECONDS,
             sequence_length=sequence_length, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype,
             optimizer=optimizer, tflops=tflops, backward_seconds=backward_seconds, vocab_parallel=vocab_parallel,
-            device=device, device_gigabytes=device_gigabytes, machine=_NOT_MEASURED if one_machine else None,
+            device=device, gpu_gigabytes=gpu_gigabytes, machine=_NOT_MEASURED if one_machine else None,
         )  # fmt: skip
         found = predict(question)
     if one_machine:  # only once all else can be planned

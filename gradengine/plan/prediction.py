@@ -46,11 +46,11 @@ _RANGES = {  # wide, but such that no sum or product of theirs overflows
     "tp_latency_seconds": (0.0, 10.0, "s"),
     "tflops": (1e-9, 1e9, "TFLOP/s"),
     "backward_seconds": (1e-9, 1e9, "s"),
-    "device_gigabytes": (1e-3, 1e9, "GB"),
+    "gpu_gigabytes": (1e-3, 1e9, "GB"),
     **dict.fromkeys(("bandwidth", "tp_bandwidth", "socket_bandwidth", "sum_bandwidth"), (1.0, 1e18, "bytes/s")),
 }
 _TRANSPORTS = {"ordered": "tcp://", "nccl": "process_group="}  # the others are named as they are passed
-_FORMAT = 2  # of the JSON: docs/plan.md says what is in it
+_FORMAT = 3  # of the JSON: docs/plan.md says what is in it
 _OF_COST = "bytes_per_all_reduce all_reduces_per_step bytes_per_step bytes_per_step_both_ways link_bytes_per_step"
 _ENOUGH = 0.05  # of a step: what something faster must save to be worth its trouble
 _LONG = 0.2  # of a step: what a wait may take before it is to be said how it is shortened
@@ -87,7 +87,7 @@ class Question:
     backward_seconds: float | None = None
     vocab_parallel: bool = False  # whether the vocabulary is cut too
     device: str = "cuda"  # where the model is
-    device_gigabytes: float = 80.0  # memory of a GPU, in 10^9 bytes
+    gpu_gigabytes: float = 80.0  # memory of a GPU, in 10^9 bytes
     machine: Rates | None = None  # the rates of the one machine that all workers are on, instead of `bandwidth`
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class Plan:
         """Bytes by which a rank's memory is more than its GPU's; 0 if it fits, or on the CPU."""
         if self.question.device != "cuda":
             return 0
-        return max(0, self.memory.on_device - int(1e9 * self.question.device_gigabytes))
+        return max(0, self.memory.on_device - int(1e9 * self.question.gpu_gigabytes))
 
     @property
     def compute_seconds(self) -> float:
@@ -264,7 +264,7 @@ def predict(question: Question) -> Plan:
         >>> plan = predict(Question(load_model("350m"), workers=4, bandwidth=Bandwidth.gigabits(10)))
         >>> traffic, overlap = plan.exchanges["ordered"]
         >>> traffic.busiest_link_bytes, plan.choice.transport
-        (2391054336, 'tcp://')
+        (2391054336, 'process_group=')
     """
     layout = question.model.layout(question.tp, vocab_parallel=question.vocab_parallel)
     compute = compute_of(question, layout)

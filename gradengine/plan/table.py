@@ -123,10 +123,10 @@ def _exchanges(plan: Plan) -> Table:
 
 
 def _conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
-    choice, has = plan.choice, plan.question.device_gigabytes
+    choice, has = plan.choice, plan.question.gpu_gigabytes
     if plan.missing_bytes:
         needs = size(plan.memory.on_device)
-        yield "memory", f"a rank needs {needs}, and its GPU has {has:g} GB (--device-gigabytes): raise --tp."
+        yield "memory", f"a rank needs {needs}, and its GPU has {has:g} GB (--gpu-gigabytes): raise --tp."
     yield "choose", f"{'no exchange' if choice.transport == 'none' else choice.transport}: {choice.reason}"
     for remedy in choice.remedies:
         yield "", f"- {remedy}"
