@@ -234,7 +234,7 @@ class TestCapture:
             engine.step()
 
 
-BAD = [[0.0, 0.0], [2.0, NAN], [NAN, 2.0], [3.0, -1.0], [INF], [1e-40], [1e300], [3e38, 3e38]]
+BAD = [[0.0, 0.0], [2.0, NAN], [NAN, 2.0], [3.0, -1.0], [INF], [2.0, 1e-40], [1e300], [3e38, 3e38]]
 
 
 class TestBadWeights:
