@@ -212,7 +212,7 @@ class Hub(NotCopied, instead="make one for each group"):
             return
         if waited > self._timeout:
             self._link.lost = late.ranks[0]
-            do = "see what the late ranks do"
+            do = "check whether the late ranks still run"
             raise DeadlineExceeded(late.error, got=f"nothing for {self._timeout:g} s", do=do)
         self._patience.look(waited, self._link, lambda: late)
 

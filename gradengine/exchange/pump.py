@@ -351,7 +351,8 @@ class Pump(NotCopied, instead="make one for each link"):
                 if was_late and is_late:
                     (self._link.lost, *_), _, what = late()
                     self._link.has_failed = True
-                    raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do="see what the late ranks do")
+                    do = "check whether the late ranks still run"
+                    raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do=do)
             # Before it gives up it sees what has come meanwhile.
             self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
 
