@@ -449,15 +449,20 @@ class TestWhatGoesWrong:
         optimizer, others = torch.optim.SGD(ours.parameters(), 1.0), torch.optim.SGD(Net().parameters(), 1.0)
         optimizer.step()  # no window is open
         loss_of(ours, 0).backward()
-        for call in (optimizer.step, partial(optimizer.step, closure=None)):
-            with pytest.raises(WindowError, match=r"would move no weight.* call attached.step\(\) before"):
-                call()
+        for closure in (None, lambda: 0.0):
+            with pytest.raises(WindowError, match=r"moved no weight.* call attached.step\(\) before"):
+                optimizer.step(closure)
         others.step()
         before = ours.head.weight.clone()
         optimizer.step(lambda: attached.step().norm)
         assert not torch.equal(ours.head.weight, before)
         ours.zero_grad()
-        loss_of(ours, 1).backward()
+        with optimizer.register_step_pre_hook(lambda *_: (attached.step(), None)[1]):
+            loss_of(ours, 1).backward()
+            optimizer.step()
+        torch.autograd.grad(loss_of(ours, 2), ours.head.weight)  # adds nothing to the .grad that is there
+        ours.zero_grad()
+        loss_of(ours, 3).backward()
         attached.remove()
         optimizer.step()
 
@@ -550,7 +555,7 @@ class TestAttaching:
         with attach(module, engine) if way == "with" else contextlib.nullcontext():
             attached = None if way == "with" else attach(module, engine)
             loss_of(module, 0).backward()
-            with pytest.raises(WindowError, match=r"attached to a module; call step\(\) of"):
+            with pytest.raises(WindowError, match=r"attached to a module; call attached\.step\(\); or pass out="):
                 engine.step()
             assert engine.step(deferred=True).micro_batches == 1
             del attached
@@ -724,31 +729,42 @@ class TestGradScaler:
         for ours, theirs in zip(*runs, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
-    def test_one_that_is_updated_here_serves_no_other_model(self):
+    def test_a_window_whose_scaler_was_updated_since_it_began_is_refused(self):
+        """Models may share one in turn, and it may be updated between windows."""
         scaler, (attached, ours, *_), (other, theirs, *_) = (
             self.scaler(),
             *(pair({"on_non_finite": "skip"}) for _ in range(2)),
         )
 
-        def step(which, module):
+        def backward(module):
             module.zero_grad()
             scaler.scale(loss_of(module, 0)).backward()
-            return which.step(scaler=scaler).micro_batches
 
-        assert step(attached, ours) == 1
-        with pytest.raises(CallerError, match=r"another model.*unscale=False.*update\(\) once"):
-            step(other, theirs)
-        attached.remove()
-        scaler.load_state_dict(scaler.state_dict())
-        assert step(other, theirs) == 2
-        ours.zero_grad()
-        scaler.scale(loss_of(ours, 0)).backward()
-        scaler.step(torch.optim.SGD(ours.parameters(), lr=1.0))  # plain torch, of an old scale perhaps
-        for also in (lambda: None, scaler.update):
-            also()
-            with pytest.raises(CallerError, match="another model"):
-                step(other, theirs)
+        def plain_step():
+            backward(plain := Net())
+            scaler.step(torch.optim.SGD(plain.parameters(), lr=1.0))
+
+        scaler.scale(torch.ones(()))
+        for which, module in ((attached, ours), (other, theirs), (attached, ours)):
+            scaler.update(8.0)
+            backward(module)
+            assert which.step(scaler=scaler).micro_batches == 1
+        for between in (lambda: attached.step(scaler=scaler), plain_step, scaler.update):
+            backward(ours)
+            backward(theirs)
+            between()
+            with pytest.raises(CallerError, match=r"since this window began; .*unscale=False.*update\(\) once"):
+                other.step(scaler=scaler)
             other._engine.discard()
+            attached._engine.discard()
+
+    def test_the_first_windows_of_two_models_with_one_are_refused_too(self):
+        scaler, pairs = self.scaler(), [pair({"on_non_finite": "skip"})[:2] for _ in range(2)]
+        for _, module in pairs:
+            scaler.scale(loss_of(module, 0)).backward()
+        pairs[0][0].step(scaler=scaler)
+        with pytest.raises(CallerError, match="since this window began"):
+            pairs[1][0].step(scaler=scaler)
 
     @pytest.mark.parametrize("unscale", [True, False])
     def test_a_scale_that_grows_without_end(self, unscale):

@@ -145,11 +145,11 @@ _one = Refusal(
 )
 _attached = Refusal(
     "engine.step() would leave every .grad None: the engine is attached to a module",
-    do="call step() of the object that attach() returned",
+    do="call attached.step(); or pass out= or deferred=True, and set each .grad yourself",
 )
 _gone = Refusal(
     "{step} without a micro-batch: the hooks of attach() are gone",
-    do="keep what attach() returns: attached = attach(model, engine)",
+    do="keep what attach() returns, or add() gradients first",
 )
 _zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
 _whole = Refusal("a captured window takes whole micro-batches", "one added component by component", "add()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -12,11 +13,12 @@ from types import FrameType, TracebackType
 from typing import Any, SupportsFloat, final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
+from gradengine.exchange.environment import warn_of_other_ranks
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
@@ -62,6 +64,10 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
     """
     refuse_other_kind("engine", engine, GradientEngine)
     parameters, alone = trainable(module), truth_value("alone", alone)
+    if alone:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warn_of_other_ranks()  # it warns once in a process: here nobody needs it
     _refuse_other_layout(layout_of(module), engine.layout)
     device = engine.accumulator.kernels.device.name
     for name, parameter in parameters.items():
@@ -93,6 +99,8 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._of_backward: MicroBatch | None = None  # of a backward without one,
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
+        self._old: set[str] = set()  # parameters with a .grad as backward came to them
+        self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
         own, take = weakref.ref(self), weakref.WeakMethod(self._take)
         called_before, called = map(torch.compiler.disable, (_look, _call))
@@ -102,7 +110,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
             handles.append(parameter.register_post_accumulate_grad_hook(partial(called, take, name)))
         refuse = weakref.WeakMethod(self._refuse_early_optimizer)
-        handles.append(register_optimizer_step_pre_hook(partial(called, refuse)))
+        handles.append(register_optimizer_step_post_hook(partial(called, refuse)))
         self._remove = weakref.finalize(self, _remove_all, handles)
         engine.accumulator.state.hooks = self._remove
         _live.add(self)
@@ -184,7 +192,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         used = scaler if scaler is not None and _is_enabled(scaler) else None
         loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
         if loss_scale is not None and unscale:
-            _refuse_shared(used, self)
+            _refuse_updated(used, self._scales or {})
         with self._on_torchs_stream():
             result, gradients = self._stepped(loss_scale, is_partial=partial)
         is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
@@ -192,8 +200,10 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
         self._given = {name: weakref.ref(gradient) for name, gradient in kept.items()}
+        self._scales = None
         if loss_scale is not None and unscale:
-            _update(used, self, loss_scale, is_skipped=is_skipped)
+            device = next(iter(self._parameters.values())).device
+            _update(used, device, loss_scale, is_skipped=is_skipped)
         elif loss_scale is not None and kept:
             torch._foreach_mul_(list(kept.values()), loss_scale)
         return result
@@ -229,25 +239,29 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         with self._on_torchs_stream():
             micro_batch.__exit__(*fault)
 
-    def _refuse_left(self, name: str, left: torch.Tensor) -> None:
-        """Raise `BufferRefused` for a `.grad` to which backward would add."""
+    def _note_old(self, name: str, old: torch.Tensor | None) -> None:
+        """Note a `.grad` to which backward would add: torch.autograd.grad comes here too, and adds nothing."""
         given = self._given.get(name)
-        is_given = given is not None and given() is left  # refused also as zeros, which lie in the engine's memory
+        is_given = given is not None and given() is old  # noted also as zeros, which lie in the engine's memory
         # DistributedDataParallel leaves zeros after the sum of its own.
-        if not self._pauses and (is_given or left.any()):
-            raise BufferRefused(
-                f"parameter '{name}' has an old .grad, to which backward would add",
-                do="call zero_grad() after each optimizer.step(); or, for another model's loss that runs through this "
-                "one, use `with attached.paused():`",
-            )
+        is_old = old is not None and not self._pauses and (is_given or bool(old.any()))
+        (self._old.add if is_old else self._old.discard)(name)
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._pauses:
             return
         try:
+            if name in self._old:
+                raise BufferRefused(
+                    f"parameter '{name}' has an old .grad, to which backward added",
+                    do="call zero_grad(), with set_to_none=True, after each optimizer.step(); or, for another model's "
+                    "loss, use `with attached.paused():`",
+                )
             if parameter.grad is None:
                 raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
+            if self._scales is None or not self._engine.has_open_window:
+                self._scales = _versions()
             micro_batch = self._within or self._of_this_backward(name)
             with self._on_torchs_stream():
                 micro_batch.add(name, self._in_layouts_order(name, parameter.grad.detach()))
@@ -320,18 +334,18 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
-    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer, given: Any, named: Mapping[str, Any]) -> None:
-        """Raise `WindowError` for an optimizer that would move none of its weights, since the window is still open.
+    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
 
-        A closure may finish the window, so a call with one is let through.
+        Not before it: its own hooks, or a closure, may step the engine.
         """
-        if not self._engine.has_open_window or any(map(callable, [*given, *named.values()])):
+        if not self._engine.has_open_window:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in self._parameters.values()}
         if all(parameter.grad is None for parameter in held) and any(id(parameter) in own for parameter in held):
             raise WindowError(
-                "the optimizer would move no weight: the window is open, and every .grad is None",
+                "the optimizer moved no weight: the window is open, and every .grad is None",
                 got=f"{self._engine.accumulator.accumulated_count} micro-batches",
                 do="call attached.step() before optimizer.step()",
             )
@@ -397,8 +411,8 @@ def _look(
     attached: weakref.ref[Attached], parameter: weakref.ref[torch.nn.Parameter], name: str, _: torch.Tensor
 ) -> None:
     found, owner = parameter(), attached()
-    if found is not None and found.grad is not None and owner is not None:
-        owner._refuse_left(name, found.grad)
+    if found is not None and owner is not None and (found.grad is not None or owner._old):
+        owner._note_old(name, found.grad)
 
 
 def _call(method: weakref.WeakMethod[Any], *given: Any) -> None:
@@ -459,35 +473,27 @@ def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
 
 
 _MOST_SCALE = 2.0**64
-#: Scaler -> who updated it last, and the versions of its scale and growth tracker after that.
-_updated: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Attached], int, int]] = weakref.WeakKeyDictionary()
+_updated: weakref.WeakSet[Any] = weakref.WeakSet()  # the scalers that a step has updated
 
 
-def _versions(scaler: Any) -> tuple[int, int]:
-    found = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
-    scale, tracker = (-1 if each is None else each._version for each in found)
-    return scale, tracker
+def _versions() -> Mapping[Any, int]:
+    """How often the scale of each scaler that a step has updated was written to."""
+    return weakref.WeakKeyDictionary({scaler: scaler._scale._version for scaler in _updated})
 
 
-def _refuse_shared(scaler: Any, attached: Attached) -> None:
-    """Raise `CallerError` if others use a scaler that this step would update: their losses may have an old scale."""
-    last, *seen = _updated.get(scaler, (weakref.ref(attached), *_versions(scaler)))
-    other, versions = last(), _versions(scaler)
-    # `load_state_dict` of a scaler writes both, and `update` the scale alone.
-    is_updated = versions[0] != seen[0] and versions[1] == seen[1]
+def _refuse_updated(scaler: Any, before: Mapping[Any, int]) -> None:
+    """Raise `CallerError` if the window's losses may have a scale that the scaler had before an update."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     is_stepped = any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)  # since the last update
-    if is_updated or is_stepped or (other in _live and other is not attached):
+    if is_stepped or (scaler in _updated and before.get(scaler) != scaler._scale._version):
         raise CallerError(
-            "the scaler serves another model or loop too, and this step would update it once more",
-            do='build the engines with on_non_finite="pass", call step(scaler=scaler, unscale=False), then '
-            "scaler.step(optimizer) for each model, and scaler.update() once",
+            "the scaler was updated, or stepped an optimizer, since this window began",
+            do='use on_non_finite="pass", step(scaler=scaler, unscale=False), scaler.step(optimizer), update() once',
         )
 
 
-def _update(scaler: Any, attached: Attached, loss_scale: float, *, is_skipped: bool) -> None:
+def _update(scaler: Any, device: torch.device, loss_scale: float, *, is_skipped: bool) -> None:
     """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
-    device = next(iter(attached._parameters.values())).device
     verdict = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
     stand_in = torch.optim.SGD([verdict], lr=0.0)
@@ -495,4 +501,4 @@ def _update(scaler: Any, attached: Attached, loss_scale: float, *, is_skipped: b
     scaler.update()
     if loss_scale > _MOST_SCALE / 2:  # in bf16 nothing overflows, so that it would grow on and on
         scaler.update(min(float(scaler.get_scale()), _MOST_SCALE))
-    _updated[scaler] = (weakref.ref(attached), *_versions(scaler))
+    _updated.add(scaler)
