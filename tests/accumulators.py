@@ -99,4 +99,4 @@ def bad_gradients(slots, backend=HOST):
     if size:
         elsewhere = "cuda:0" if backend.is_host else "cpu"
         message = f"'{last}' is on another device: got {elsewhere}"
-        yield [*good[:-1], RawBuffer(64, size, "float32", elsewhere)], message
+        yield [*good[:-1], RawBuffer(4096, size, "float32", elsewhere)], message

@@ -31,7 +31,10 @@ def test_a_part_is_of_the_same_memory():
         *(({"dtype": dtype}, f"got {said}") for dtype, said in (("fp32", "fp32"), (np.float64, "float64"))),
         ({"dtype": ["float32"]}, r"got \['float32'\]"),
         ({"dtype": np.dtype(">f4")}, "got float32 in foreign byte order"),
-        *(({"pointer": at}, f"got pointer {said}") for at, said in ((0, "0x0"), (-8, "-0x8"), (None, "None"))),
+        *(
+            ({"pointer": at}, f"got pointer {said}")
+            for at, said in ((0, "0x0"), (16, "0x10"), (-8, "-0x8"), (None, "None"))
+        ),
         *(({"pointer": at}, "valid address") for at in (1 << 64, "a", 16.0)),
         *(({"size": size}, "valid address") for size in (1 << 61, 10**30, -1, 3.0, None)),
         ({"pointer": 4098}, "got pointer 0x1002, .* a multiple of 4"),

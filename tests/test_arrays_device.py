@@ -433,7 +433,7 @@ class TestDeviceOf:
     def test_what_the_host_takes_or_refuses_and_what_says_where_it_lies(self):
         for source in (np.ones(3), np.float32(1), [1.0], None, object(), Producer(HOST_MEMORY)):
             assert device_of(source) == "cpu"
-        assert device_of(RawBuffer(64, 1, "float32", "cuda:3")) == "cuda:3"
+        assert device_of(RawBuffer(4096, 1, "float32", "cuda:3")) == "cuda:3"
         assert device_of(Producer(HOST_MEMORY, device=(2, 5))) == "cuda:5"
 
     def test_the_driver_is_asked_of_an_interface_before_anybody_has_imported_its_library(self, monkeypatch, tmp_path):

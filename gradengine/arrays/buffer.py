@@ -28,6 +28,7 @@ _CONTIGUOUS_COPY = {  # by the module of an array's type
     "cupy": "cupy.ascontiguousarray(array)",
     "mlx": "mlx.core.contiguous(array)",
 }
+_FIRST_ADDRESS = 4096  # no system maps the first page
 _ADDRESS_LIMIT = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
 
 
@@ -186,7 +187,8 @@ def refuse_invalid_address(pointer: int, size: int, itemsize: int, component: st
 
 
 def _can_lie_at(pointer: int, size: int, itemsize: int) -> bool:
-    return pointer >= 0 and size >= 0 and (pointer > 0 or not size) and pointer + size * itemsize <= _ADDRESS_LIMIT
+    is_mapped = pointer >= _FIRST_ADDRESS or (pointer >= 0 and not size)
+    return size >= 0 and is_mapped and pointer + size * itemsize <= _ADDRESS_LIMIT
 
 
 def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:
