@@ -223,7 +223,8 @@ def _has_setter(kind: type, name: str) -> bool:
 
 
 def _cannot_be_set(kind: type, name: str) -> FixedAttribute:
-    expected = " or ".join(other for other in dir(kind) if _has_setter(kind, other)) or None
+    others = ", ".join(other for other in dir(kind) if _has_setter(kind, other))
+    expected = f"one that can be set: {others}" if others else None
     is_given = name in inspect.signature(kind).parameters
     do = f"make another {kind.__name__} with {name}=" if is_given else "keep it in a variable of your own"
     return FixedAttribute(f"attribute '{name}' of {kind.__name__} cannot be set", expected=expected, do=do)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
-from gradengine.arguments import MOST_RANKS, checked_rank, said, whole_number
+from gradengine.arguments import MOST_RANKS, checked_rank, whole_number
 from gradengine.errors import CallerError
 from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
 from gradengine.exchange.tls import content_of
@@ -117,14 +118,20 @@ def launcher_of(environment: Mapping[str, str]) -> Launcher | None:
 def warn_of_other_ranks() -> None:
     """Warn, once in a process, if a launcher started several ranks: for a step that has no exchange with them."""
     launcher = launcher_of(os.environ)
-    if launcher is None or os.environ.get(launcher.world_size, "1") == "1":
+    size = os.environ.get(launcher.world_size, "") if launcher else ""
+    if not size.isdecimal() or int(size) < 2 or _is_in_torchs_group():
         return
-    size = said(os.environ[launcher.world_size])
     warnings.warn(
-        f"this process is one of {size} ranks ({launcher.world_size}), and the engine has no exchange: it trains by "
-        "itself. Pass exchange=connect_if_launched() to sum over all ranks.",
+        f"this process is one of {size} ranks, and the engine has no exchange: it trains by itself. "
+        "Pass exchange=connect_if_launched() to sum over all ranks.",
         stacklevel=2,
     )
+
+
+def _is_in_torchs_group() -> bool:
+    """Whether torch has a process group: DistributedDataParallel then sums by itself."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def read_world(environment: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> World:

@@ -178,7 +178,7 @@ def _first_host(environment: Mapping[str, str], world: World, token: str | None)
     """The host of rank 0, or None if all ranks are on this host; and the variables that it was read from.
 
     Kubeflow names rank 0's host "localhost" there, and elsewhere by its service. So a loopback name stands for all
-    interfaces if ranks are on other hosts, or may be and have a token.
+    interfaces if ranks may be on other hosts and have a token.
     """
     launcher = world.launcher
     if world.local_size == world.world_size:
@@ -194,7 +194,7 @@ def _first_host(environment: Mapping[str, str], world: World, token: str | None)
     if not _HOST.fullmatch(host):
         what, expected = f"environment variable {variable} names no host", "a host's name or address"
         raise CallerError(what, got=said(environment[variable]), expected=expected, do=_DO)
-    if is_loopback(host) and (token or world.local_size is not None):
+    if is_loopback(host) and token:
         return _THIS_HOST, f"{variable}, {launcher.local_size}"
     return None if is_only_one else f"[{host}]" if ":" in host else host, variable
 

@@ -166,7 +166,7 @@ class Reducer:
         self._kernels.device.wait_for(
             accumulator.producers
         )  # refuses one that records a graph, before anything is done
-        if self.workers.exchange is None:
+        if self.workers.exchange is None and is_alone:
             warn_of_other_ranks()
         accumulator.close(measure=is_alone or self.workers.is_alone)
         if is_alone:
