@@ -56,9 +56,9 @@ class CudaPartialSums(PartialSums):
 class CudaKernels(Kernels):
     """CuPy on one device.
 
-    Work is queued on the current CuPy stream of the calling thread. The first one on a machine compiles the kernels
-    (about a second); afterwards they come from CuPy's cache. Raises `DeviceUnavailable` where NVRTC or its headers are
-    missing.
+    Work is queued on the current CuPy stream of the calling thread. The first one on a machine compiles the kernels,
+    which takes a core four to five seconds; afterwards they come from CuPy's cache. Raises `DeviceUnavailable` where
+    NVRTC or its headers are missing.
     """
 
     device: CudaDevice
