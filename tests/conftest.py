@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import cuda_emulator
 import pytest
-from backends import DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, Backend, available, runnable
+from backends import DEVICE_BACKENDS, IS_EMULATED_CUPY, ORDERS, REQUIRE_GPU, Backend, available, runnable
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from slow import is_slow
@@ -55,6 +55,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """End a worker whose GPU is lost, since no later test can pass in it: pytest-xdist starts a fresh one."""
+    result = yield
+    if os.environ.get(REQUIRE_GPU) == "1" and "PYTEST_XDIST_WORKER" in os.environ and not IS_EMULATED_CUPY:
+        try:
+            importlib.import_module("cupy").cuda.runtime.deviceSynchronize()
+        except Exception:
+            os._exit(1)
     return result
 
 
