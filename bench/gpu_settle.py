@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,7 @@ from gradengine.exchange import Exchange
 ROOT = Path(__file__).parent.parent
 LIMIT = 60.0  # seconds for one question
 PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "failed", "timed out", "absent"
+BAD = {FAILED, TIMED_OUT}
 NOT_HERE = 3  # exit status of a question that cannot be asked here
 
 ELEMENTS = 5000
@@ -390,20 +392,25 @@ def _ended(question: Question, began: float, outcome: str, said: str) -> dict[st
     return {"outcome": outcome, "seconds": round(time.monotonic() - began, 1), "about": question.about, "said": said}
 
 
-def ask_all(names: Sequence[str], json_file: Path | None, *, small: bool) -> list[str]:
-    """Ask one after the other, and write the answers so far; which of them are bad."""
+def ask_all(names: Sequence[str], json_file: Path | None, *, small: bool, jobs: int = 1) -> list[str]:
+    """Ask so many at once, and write the answers so far; which of them are bad."""
     answers: dict[str, dict[str, object]] = {}
-    for name in names:
-        found = answers[name] = answer(name, small=small)
-        bad = found["outcome"] in {FAILED, TIMED_OUT}
-        print(
-            f"{'failed: ' if bad else ''}{name}: {found['outcome']}, {found['seconds']} s {found['said']}", flush=True
-        )
-        if json_file is not None:
-            fresh = json_file.with_suffix(".partial")
-            fresh.write_text(json.dumps({"settled": answers}, indent=1) + "\n")
-            os.replace(fresh, json_file)
-    return [name for name, found in answers.items() if found["outcome"] in {FAILED, TIMED_OUT}]
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        asked = {pool.submit(answer, name, small=small): name for name in names}
+        for each in as_completed(asked):
+            name, found = asked[each], each.result()
+            answers[name] = found
+            failed = "failed: " if found["outcome"] in BAD else ""
+            print(f"{failed}{name}: {found['outcome']}, {found['seconds']} s {found['said']}", flush=True)
+            if json_file is not None:
+                fresh = json_file.with_suffix(".partial")
+                in_order = {name: answers[name] for name in names if name in answers}
+                fresh.write_text(json.dumps({"settled": in_order}, indent=1) + "\n")
+                os.replace(fresh, json_file)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [name for name in names if answers[name]["outcome"] in BAD]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -413,13 +420,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--one", choices=QUESTIONS, help="ask it in this process")
     made.add_argument("--small", action="store_true", help="those that need no GPU, at sizes for that")
     made.add_argument("--json", type=Path)
+    made.add_argument("--jobs", type=int, default=1, help="so many questions at once")
     given = made.parse_args(arguments)
     unknown = [name for name in given.names if name not in QUESTIONS]
     if unknown:
         made.error(f"no such question: {unknown[0]}; there are {', '.join(QUESTIONS)}")
     if given.one is None:
         names = given.names or [name for name, each in QUESTIONS.items() if each.small is not None or not given.small]
-        return 1 if ask_all(names, given.json, small=given.small) else 0
+        return 1 if ask_all(names, given.json, small=given.small, jobs=given.jobs) else 0
     try:
         question = QUESTIONS[given.one]
         question.ask(**((question.small or {}) if given.small else {}))

@@ -1,6 +1,7 @@
 """bench/gpu_settle.py: what becomes of answers; and the questions that the stand-in driver can answer, put to it."""
 
 import json
+import os
 
 import cuda_emulator
 import gpu_settle
@@ -16,6 +17,8 @@ if name == "bits-of-the-cpu":
     sys.exit("not the CPU's bits")
 if name == "same-norm" and "SLEEPS" in os.environ:
     time.sleep(300)
+if "FIFO" in os.environ:  # each waits for the other
+    open(os.environ["FIFO"], "r" if name == "same-norm" else "w").close()
 if name == "jax-in-flight":
     print("no JAX", file=sys.stderr)
     sys.exit(3)
@@ -29,8 +32,9 @@ def answered(tmp_path, monkeypatch):
     script.write_text(SCRIPT)
     monkeypatch.setattr(gpu_settle, "__file__", str(script))
 
-    def ask(*names, small=False):
-        code = gpu_settle.main([*names, "--json", str(tmp_path / "settle.json"), *(["--small"] if small else [])])
+    def ask(*names, small=False, jobs=1):
+        options = ["--json", str(tmp_path / "settle.json"), "--jobs", str(jobs), *(["--small"] if small else [])]
+        code = gpu_settle.main([*names, *options])
         return code, json.loads((tmp_path / "settle.json").read_text())["settled"]
 
     return ask
@@ -56,6 +60,13 @@ def test_one_that_does_not_end_leaves_the_others_theirs(answered, monkeypatch):
     assert code == 1
     assert (found["same-norm"]["outcome"], found["same-norm"]["said"]) == ("timed out", "no answer within 0.5 s")
     assert "managed-memory" in found
+
+
+def test_several_are_asked_at_once(answered, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    code, found = answered("same-norm", "managed-memory", jobs=2)
+    assert (code, list(found)) == (0, ["same-norm", "managed-memory"])
 
 
 def test_each_process_has_its_questions_environment(answered):
