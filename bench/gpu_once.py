@@ -3,12 +3,14 @@
     compute-sanitizer --tool memcheck python bench/gpu_once.py
 
 CuPy's memory pool is switched off, so that each array is an allocation of its own and an access beyond it is seen;
-`--pool` leaves it on, for the captured step whose memory another would be given if it were not kept.
+`--pool` leaves it on, for the captured step whose memory another would be given if it were not kept. `--few` leaves the
+many components out, which take thousands of allocations.
 """
 
 import importlib
 import itertools
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -142,13 +144,13 @@ def names_what_is_not_finite(kernels: CudaKernels) -> None:
         np.testing.assert_array_equal(array.get(), 0)
 
 
-def everything(kernels: CudaKernels) -> list[str]:
-    """All of it; the names of what was done."""
+def everything(kernels: CudaKernels, sizes: Sequence[int] = (FEW, MANY)) -> list[str]:
+    """All of it, with these numbers of components; the names of what was done."""
     done = []
-    for components, sources in itertools.product((FEW, MANY), (1, 4, 5)):
+    for components, sources in itertools.product(sizes, (1, 4, 5)):
         accumulates(kernels, components, sources)
         done.append(f"accumulate, {components} components, {sources} micro-batches")
-    for components in (FEW, MANY):
+    for components in sizes:
         clips(kernels, components)
         done.append(f"measure, finalise, hand back, {components} components")
     steps(kernels)
@@ -161,7 +163,8 @@ def main() -> None:
     """On the first GPU."""
     if "--pool" not in sys.argv[1:]:
         importlib.import_module("cupy").cuda.set_allocator(None)
-    print(*everything(cuda_kernels(0)), sep="\n")
+    sizes = (FEW,) if "--few" in sys.argv[1:] else (FEW, MANY)
+    print(*everything(cuda_kernels(0), sizes), sep="\n")
 
 
 if __name__ == "__main__":
