@@ -105,7 +105,7 @@ host-time: $(VENV)-cuda13/real_cupy/built $(VENV)/interop  ## what our calls cos
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
 
-gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; ARGS="--part figures", ARGS="--stage tests", ARGS=--list
+gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; ARGS="--minutes 9", ARGS="--only step,tests", ARGS=--list
 	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:

@@ -1,14 +1,14 @@
 """All that wants a GPU, in stages: `make gpu-check`, or `make gpu-check ARGS=--list`; see docs/gpu-check.md.
 
 Each stage is a process of its own with a limit of its own: one that fails, hangs or loses the device leaves the others'
-figures. All together end in half an hour, each part of them (`ARGS="--part figures"`) within ten minutes, with the
-figures that matter most first. Before them a preflight imports all that takes long, and says what the machine lacks,
-which stages and tests do not run for that, and the one line that installs it; nothing is installed here.
+figures. They run in the order of their worth until the time of `--minutes` is over; what is left then is named. Nothing
+follows where every kernel's bits are not right. What a machine lacks is named, with what does not run for that and
+the one line that installs it; nothing is installed here.
 
-What was found goes into bench/results/gpu-<name>.json after each stage, and into the folder of --out with the logs;
-also what a stage that failed, or was stopped together with this program, had found until then. The command fails if a
-stage does, if a test is skipped for another reason than what the preflight has named, and if a stage that was asked for
-by name cannot run.
+After each stage bench/results/gpu-<name>.json has what was found, and the folder of --out the same file and
+logs.tar.gz; also what a stage that failed, or was stopped together with this program, had found until then. The command
+fails if a stage does, if a test is skipped for another reason than what the preflight has named, and if a stage that
+was asked for by name did not run.
 """
 
 import argparse
@@ -18,9 +18,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -34,8 +37,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 
 PASSED, FAILED, TIMED_OUT, ABSENT, STOPPED = "passed", "failed", "timed out", "absent", "stopped"
-PARTS = FIGURES, PROOFS, FURTHER = "figures", "proofs", "further"
+NOT_RUN = "not run"
 GB = 1 << 30
+GRACE = 10.0  # seconds that a stage has to write what it has found, from SIGINT to SIGKILL
+LEAST = 10.0  # seconds, below which no stage begins
+EVERY = 0.1  # seconds between two looks at the processes
+LONGEST = 300  # characters of a note in the last table
+FOUND = "{folder}/machine.json"
+KERNELS = ("accumulate", "measure", "finalise", "hand_back")  # what their names begin with
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,11 @@ class Stage:
     Attributes:
         name: Of the stage.
         about: What it does, in a line.
-        command: Its words; "{folder}" in one stands for where it may write.
+        command: Its words; "{folder}" in one stands for where it may write. What it writes to <folder>/<name>.json is
+            kept.
         limit: Seconds.
-        part: Which it belongs to.
         needs: What must be there, in the preflight's words; without it the stage is absent.
-        keeps: "machine", "reports", "settled" or "tests": what it writes to <folder>/<name>.json, or .xml for tests.
+        tests: Whether it must leave a report of tests, <folder>/<name>.xml.
         lines: Of its output's end that are shown.
     """
 
@@ -57,10 +66,12 @@ class Stage:
     about: str
     command: tuple[str, ...]
     limit: float
-    part: str
     needs: tuple[str, ...] = ()
-    keeps: str | None = None
+    tests: bool = False
     lines: int = 25
+
+
+Plan = list[list[Stage]]
 
 
 @dataclass(frozen=True)
@@ -80,62 +91,74 @@ class Outcome:
     clocks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def python(*words: str) -> tuple[str, ...]:
-    """A command of this interpreter."""
-    return (sys.executable, *words)
-
-
-def stages(found: Preflight, *, small: bool = False) -> list[Stage]:
-    """All of them, the machine's first; then those that say most in the time.
+def plan(found: Preflight, *, small: bool = False) -> Plan:
+    """All stages, what is worth most first. Those of one group run beside each other, since none of them takes times.
 
     Args:
         found: What the machine has.
         small: Sizes at which everything runs quickly and no figure means anything.
     """
 
-    def benchmark(name: str, about: str, limit: float, part: str, *words: str, **facts: object) -> Stage:
+    def benchmark(name: str, about: str, limit: float, *words: str, **facts: object) -> Stage:
         sized = (*words, *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
-        return Stage(name, about, python("-m", "gradengine.bench", *sized), limit, part, keeps="reports", **facts)
+        return Stage(name, about, python("-m", "gradengine.bench", *sized), limit, **facts)
 
-    def sanitized(tool: str, about: str) -> Stage:
-        # Only the kernels' faults count: the driver's calls raise in Python.
-        options = ("--tool", tool, "--error-exitcode", "66", "--report-api-errors", "no", "--launch-timeout", "0")
-        command = ("compute-sanitizer", *options, *python("bench/gpu_once.py"))
-        return Stage(tool, about, command, 85, FURTHER, ("compute-sanitizer",))
-
-    parts, odd = ("accumulate", "norm", "hand-back", "hand-back-bf16"), ("--odd", "--blocks", "6")
-    bf16, once = ("--dtype", "bfloat16"), python("bench/gpu_once.py", "--pool")
-    machine = python("-m", "gradengine.bench.machine", "{folder}/machine.json")
-    settle = python("bench/gpu_settle.py", *(("--small",) if small else ()), "--json", "{folder}/settle.json")
+    parts, odd = ("accumulate", "norm"), ("--odd", "--blocks", "6")
+    hand_back, bf16 = ("hand-back", "hand-back-bf16"), ("--dtype", "bfloat16")
     return [
-        Stage("machine", "GPU, driver and versions", machine, 20, FIGURES, keeps="machine", lines=60),
-        Stage("kernels", "every kernel once, at odd sizes, against NumPy", once, 60, FIGURES),
-        benchmark("fp32", "the 350M model's step and its parts", 180, FIGURES, "step", *parts, "clip", "window"),
-        benchmark("bf16", "the same of bf16 gradients", 150, FIGURES, "step", "accumulate", "norm", "clip", *bf16),
-        benchmark("calls", "the host's time for a call, LoRA's clip", 80, FIGURES, "host", "step-call", "lora"),
-        benchmark("small", "small models; gradients that are None", 60, FIGURES, "step-few", "step-many", "half-none"),
-        Stage("settle", "what only a device can answer, each in its process", settle, 240, PROOFS, keeps="settled"),
-        stage_of_tests(found, small=small),
-        benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, FURTHER, "step", *parts, *odd),
-        benchmark("bf16-odd", "the same of bf16", 55, FURTHER, "step", "accumulate", "norm", *odd, *bf16),
-        sanitized("memcheck", "compute-sanitizer: no access out of bounds"),
-        sanitized("racecheck", "compute-sanitizer: no race in shared memory"),
-        benchmark("launches", "what a step asks of the device", 45, FURTHER, "launches", needs=(TORCH,)),
-        benchmark(
-            "compiled", "beside torch.compile", 180, FURTHER, "compiled", "--compile-limit", "70", needs=(TORCH,)
-        ),
+        [
+            Stage(
+                "kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 60
+            ),
+            Stage("machine", "GPU, driver and versions", python("-m", "gradengine.bench.machine", FOUND), 60, lines=60),
+        ],
+        [benchmark("step", "the 350M model's step", 90, "step")],
+        [benchmark("step-bf16", "the same of bf16 gradients", 90, "step", *bf16)],
+        [settling(small=small), run_of_tests(found, small=small), sanitized("memcheck", "no access out of bounds")],
+        [benchmark("parts", "the step's kernels, each by itself", 90, *parts, "hand-back")],
+        [benchmark("parts-bf16", "the same of bf16", 90, *parts, "clip", *bf16)],
+        [benchmark("small", "small models; gradients that are None", 60, "step-few", "step-many", "half-none")],
+        [benchmark("host", "the host's time for a call", 60, "host", "step-call")],
+        [benchmark("more", "the rest of the kernels", 90, "window", "clip", "hand-back-bf16", "lora")],
+        # From here on: what the first ten minutes do without.
+        [benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, "step", *parts, *hand_back, *odd)],
+        [benchmark("bf16-odd", "the same of bf16", 55, "step", *parts, *odd, *bf16)],
+        [sanitized("racecheck", "no race in shared memory")],
+        [benchmark("launches", "what a step asks of the device", 45, "launches", needs=(TORCH,))],
+        [benchmark("compiled", "beside torch.compile", 180, "compiled", "--compile-limit", "70", needs=(TORCH,))],
     ]
 
 
-def stage_of_tests(found: Preflight, *, small: bool = False) -> Stage:
+def python(*words: str) -> tuple[str, ...]:
+    """A command of this interpreter."""
+    return (sys.executable, *words)
+
+
+def settling(*, small: bool) -> Stage:
+    """The questions that only a device can answer."""
+    words = ("bench/gpu_settle.py", "--jobs", "4", *(("--small",) if small else ()), "--json", "{folder}/settle.json")
+    return Stage("settle", "what only a device can answer, each in its process", python(*words), 150)
+
+
+def sanitized(tool: str, about: str) -> Stage:
+    """Our kernels under compute-sanitizer. Only their faults count: the driver's calls raise in Python."""
+    options = ("--tool", tool, "--error-exitcode", "66", "--report-api-errors", "no", "--launch-timeout", "0")
+    ours = (word for kernel in KERNELS for word in ("--kernel-regex", f"kns={kernel}"))
+    command = ("compute-sanitizer", *options, *ours, *python("bench/gpu_once.py", "--few"))
+    return Stage(tool, f"compute-sanitizer: {about}", command, 85, ("compute-sanitizer",))
+
+
+def run_of_tests(found: Preflight, *, small: bool) -> Stage:
     """All that has a GPU under test; in as many processes as there is memory for, where pytest-xdist is there."""
-    processes = min(8, os.cpu_count() or 1, found.gpu_memory // (4 * GB))
-    several = ("-n", str(processes)) if processes > 1 and not found.lacks(["xdist"]) else ()
+    most = min(8, os.cpu_count() or 1, found.gpu_memory // (4 * GB))
+    processes = 1 if found.lacks(["xdist"]) else max(1, most)
+    several = ("-n", str(processes)) if processes > 1 else ()
     files = [f"tests/test_{name}.py" for name in ("interop", "examples", "clip")] if small else device_tests()
-    chosen_tests = ("-k", "cupy or runs_on_a_gpu", "--junitxml", "{folder}/tests.xml")
+    # Warnings are errors where the versions are those of CI; here they are what the machine has.
+    chosen_tests = ("-k", "cupy or runs_on_a_gpu", "--junitxml", "{folder}/tests.xml", "-o", "filterwarnings=default")
     command = python("-m", "pytest", *files, "-q", *chosen_tests, *several)
-    needs = ("pytest", "hypothesis", "ml_dtypes")
-    return Stage("tests", "all tests of the GPU", command, 300, PROOFS, needs, keeps="tests", lines=15)
+    needs, limit = ("pytest", "hypothesis", "ml_dtypes"), 120 + 480 / processes
+    return Stage("tests", "all tests of the GPU", command, limit, needs, tests=True, lines=15)
 
 
 def device_tests() -> list[str]:
@@ -148,48 +171,83 @@ def device_tests() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-def run_stage(stage: Stage, folder: Path, found: Preflight) -> Outcome:
-    """Run one stage; its output goes to a log in the folder, and the end of it to the terminal."""
-    if lacking := found.lacks(stage.needs):
-        return Outcome(ABSENT, 0, lacking)
-    began, log = time.monotonic(), folder / f"{stage.name}.log"
-    code, clocks = _run(stage, folder, log)
-    seconds = round(time.monotonic() - began, 1)
-    shown = log.read_text(errors="replace").splitlines()
-    print(*shown[-stage.lines :], sep="\n", flush=True)
-    if code is None:
-        return Outcome(TIMED_OUT, seconds, f"not done within {stage.limit:g} s", clocks)
-    if code != 0:
-        return Outcome(FAILED, seconds, _reason(code, shown), clocks)
-    note = unexpected_skips(folder / f"{stage.name}.xml", found) if stage.keeps == "tests" else ""
-    return Outcome(FAILED if note else PASSED, seconds, note, clocks)
+class Process:
+    """A stage at work, in a session of its own: asked to end at its limit, and ended `GRACE` seconds later.
+
+    Args:
+        stage: What to run.
+        folder: Where it may write, and where its log goes.
+        limit: Seconds that there are for it.
+        clocks: The GPU's.
+    """
+
+    def __init__(self, stage: Stage, folder: Path, limit: float, clocks: gpu_clocks.Clocks) -> None:
+        self.stage, self._folder, self._clocks = stage, folder, clocks
+        self._limit, self._began, self._mark = limit, time.monotonic(), clocks.mark()
+        self._end, self._over = self._began + limit, ""
+        command = [word.replace("{folder}", str(folder)) for word in stage.command]
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(  # noqa: S603  (the commands stand above)
+                command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"{self.stage.name}.log"
+
+    def stop(self) -> None:
+        """Do as if it were at its limit."""
+        if not self._over:
+            self._end = time.monotonic()
+            self._interrupt(STOPPED)
+
+    def has_ended(self) -> bool:
+        """Look at it, which must be done often: this is what ends it."""
+        if self._process.poll() is not None:
+            self._signal(signal.SIGKILL)  # for what it has left behind
+            return True
+        late = time.monotonic() - self._end
+        if late >= 0 and not self._over:
+            self._interrupt(TIMED_OUT)
+        if late >= GRACE:
+            self._signal(signal.SIGKILL)
+        return False
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _interrupt(self, why: str) -> None:
+        self._over = why  # pytest writes its report then
+        self._signal(signal.SIGINT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def outcome(self, found: Preflight) -> Outcome:
+        """How it ended; the end of its output goes to the terminal."""
+        seconds, clocks = round(time.monotonic() - self._began, 1), self._clocks.since(self._mark)
+        shown, code = self._log.read_text(errors="replace").splitlines(), self._process.returncode
+        print(*shown[-self.stage.lines :], sep="\n", flush=True)
+        ended, notes = self._over or (PASSED if code == 0 else FAILED), []
+        if ended == TIMED_OUT:
+            notes = [f"not done within {self._limit:.4g} s", *failures(shown)]
+        elif ended == FAILED:
+            last = next((line for line in reversed(shown) if line.strip()), "")
+            notes = [f"exit status {code}", *(failures(shown) or [last])]
+        elif ended == PASSED and self.stage.tests:
+            notes = [note for note in [unexpected_skips(self._folder / f"{self.stage.name}.xml", found)] if note]
+            ended = FAILED if notes else PASSED
+        return Outcome(ended, seconds, ": ".join(notes)[:1000], clocks)
 
 
-def _run(stage: Stage, folder: Path, log: Path) -> tuple[int | None, Mapping[str, Mapping[str, float]]]:
-    """The exit status, or None where the limit ended it; and what the GPU's clocks were meanwhile."""
-    command = [word.replace("{folder}", str(folder)) for word in stage.command]
-    looks = [gpu_clocks.look()]
-    with log.open("w") as output:
-        process = subprocess.Popen(  # noqa: S603  (the commands stand above)
-            command, cwd=ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = _awaited(process, stage.limit, lambda: looks.append(gpu_clocks.look()))
-        finally:  # after an interrupt too: it has a session of its own and would go on
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return code, gpu_clocks.summary([*looks, gpu_clocks.look()])
-
-
-def _awaited(process: subprocess.Popen[bytes], limit: float, look: Callable[[], object]) -> int | None:
-    """The exit status, or None when the limit is over; looks every few seconds meanwhile."""
-    end = time.monotonic() + limit
-    while (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(left, gpu_clocks.EVERY))
-        look()
-    return None
+def failures(shown: Sequence[str]) -> list[str]:
+    """What failed, by a stage's output, in one text; nothing where it names nothing."""
+    failed = [line for line in shown if line.startswith(("failed: ", "FAILED ", "ERROR "))]
+    more = [f"and {len(failed) - 5} more"] if len(failed) > 5 else []
+    return ["; ".join([*(line[:150] for line in failed[:5]), *more])] if failed else []
 
 
 def _environment() -> dict[str, str]:
@@ -201,12 +259,6 @@ def _environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # else each of the tests' processes takes three quarters of the GPU
     }
-
-
-def _reason(code: int, shown: Sequence[str]) -> str:
-    failed = [line for line in shown if line.startswith(("failed: ", "FAILED ", "ERROR "))]
-    last = next((line for line in reversed(shown) if line.strip()), "")
-    return f"exit status {code}: {'; '.join(failed[:5]) or last}"[:500]
 
 
 def unexpected_skips(path: Path, found: Preflight) -> str:
@@ -223,51 +275,132 @@ def unexpected_skips(path: Path, found: Preflight) -> str:
     return f"{len(unexpected)} of {len(cases)} tests were skipped: {shown}" if unexpected else ""
 
 
-def chosen(known: Sequence[Stage], names: Sequence[str], part: str | None = None) -> list[Stage]:
-    """The stages by name, or those of a part, or all; the first always, which says where all this is.
+def chosen(whole: Plan, names: Sequence[str]) -> Plan:
+    """The stages of these names, or all; the first group always, which says where all this is.
 
     Raises:
         SystemExit: There is no stage of that name.
     """
-    unknown = set(names) - {stage.name for stage in known}
+    known = [stage.name for group in whole for stage in group]
+    unknown = set(names) - set(known)
     if unknown:
-        sys.exit(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in known)}")
-    wanted = set(names) or {stage.name for stage in known if part in {None, stage.part}}
-    return [stage for stage in known if stage is known[0] or stage.name in wanted]
+        sys.exit(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    first, *rest = whole
+    wanted = [[stage for stage in group if stage.name in names] for group in rest] if names else rest
+    return [first, *filter(None, wanted)]
 
 
-def listed(known: Sequence[Stage]) -> list[str]:
+def listed(whole: Plan) -> list[str]:
     """A line for each stage: its limit, what it does, what it needs; and what all take together."""
-    lines = [f"all: at most {LIMIT + limit_of(known):g} s, of which the preflight, on a cold disk, {LIMIT:g} s"]
-    for part in PARTS:
-        lines.append(f"--part {part}: at most {limit_of(chosen(known, (), part)):g} s")
-        for stage in (stage for stage in known if stage.part == part):
-            needs = f" (needs {', '.join(stage.needs)})" if stage.needs else ""
-            lines.append(f"  {stage.name:10} {stage.limit:4g} s  {stage.about}{needs}")
+    lines = [f"all: at most {LIMIT + limit_of(whole):g} s; + runs beside the one before"]
+    for group in whole:
+        for stage in group:
+            needs, sign = f" (needs {', '.join(stage.needs)})" if stage.needs else "", " " if stage is group[0] else "+"
+            lines.append(f"{sign} {stage.name:10} {stage.limit:4g} s  {stage.about}{needs}")
     return lines
 
 
-def limit_of(group: Sequence[Stage]) -> float:
-    """Seconds that these take at most, the preflight before them not counted."""
-    return sum(stage.limit for stage in group)
+def limit_of(whole: Plan) -> float:
+    """Seconds that these take at most, waiting for frameworks not counted."""
+    return sum(max(stage.limit for stage in group) for group in whole)
 
 
-def announced(found: Preflight, wanted: Sequence[Stage]) -> list[str]:
+def announced(found: Preflight, wanted: Plan) -> list[str]:
     """What the machine lacks, what does not run for that, and what installs it."""
-    lines = [f"preflight: {found.gpu}, {found.gpu_memory / GB:.1f} GiB"]
+    lines = []
     for name, why in found.missing.items():
-        absent = [stage.name for stage in wanted if name in stage.needs]
+        absent = [stage.name for group in wanted for stage in group if name in stage.needs]
         effect = f"; not run: {', '.join(absent)}" if absent else ""
         lines.append(f"  missing: {name}: {why}{effect}")
     return [*lines, *([f"  install: {found.install}"] if found.install else [])]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run goes by.
+
+    Attributes:
+        folder: Where stages write.
+        end: When it must be over.
+        clocks: The GPU's.
+        kept: What was found.
+        stop: Whether somebody has told the program to stop.
+        outcomes: How each stage ended.
+    """
+
+    folder: Path
+    end: float
+    clocks: gpu_clocks.Clocks
+    kept: Results
+    stop: threading.Event
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def whole(self, groups: Plan, found: Preflight) -> None:
+        """Run these groups, one after the other, until the time is over."""
+        for group in groups:
+            left = self.end - time.monotonic() - GRACE
+            if self.stop.is_set() or left < LEAST:
+                self.leave_out([group], "the program was stopped" if self.stop.is_set() else "no time was left")
+            else:
+                self._together(group, left, found)
+
+    def leave_out(self, groups: Plan, why: str) -> None:
+        """Say of each stage of these groups why it did not run."""
+        for stage in (stage for group in groups for stage in group):
+            self.outcomes[stage.name] = Outcome(NOT_RUN, 0, why)
+
+    def _together(self, group: Sequence[Stage], left: float, found: Preflight) -> None:
+        processes: list[Process] = []
+        try:
+            for stage in group:
+                if lacking := found.lacks(stage.needs):
+                    self._take(stage, Outcome(ABSENT, 0, lacking))
+                    continue
+                print(f"==== {stage.name}: {' '.join(stage.command)}", flush=True)
+                processes.append(Process(stage, self.folder, min(stage.limit, left), self.clocks))
+            while processes:
+                time.sleep(EVERY)
+                for process in processes if self.stop.is_set() else ():
+                    process.stop()
+                for process in [process for process in processes if process.has_ended()]:
+                    processes.remove(process)
+                    self._take(process.stage, process.outcome(found))
+        finally:
+            for process in processes:
+                process.kill()
+
+    def _take(self, stage: Stage, outcome: Outcome) -> None:
+        print(f"==== {stage.name}: {outcome.outcome}, {outcome.seconds} s {outcome.note}", flush=True)
+        self.outcomes[stage.name] = outcome
+        self.kept.take(stage.name, vars(outcome))
+
+
+@contextmanager
+def told_to_stop() -> Iterator[threading.Event]:
+    """Tell of Ctrl-C, and of the signal of those who limit a command; the second one ends all at once."""
+    event = threading.Event()
+
+    def tell(*_: object) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--list", action="store_true", help="name the stages and their limits, and end")
-    made.add_argument("--stage", action="append", default=[], help="this one alone; may be given several times")
-    made.add_argument("--part", choices=PARTS, help="the stages of this part alone")
+    made.add_argument("--minutes", type=float, default=60.0, help="what says most, in this time; an hour by default")
+    made.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], metavar="STAGES", help="such as step,tests"
+    )
     made.add_argument("--small", action="store_true", help="sizes at which all runs quickly; figures go to --out alone")
     made.add_argument("--out", type=Path, default=ROOT / "out/gpu-check", help="logs, and a copy of the results")
     made.add_argument("--commit", help="what is measured, where the tree does not know")
@@ -276,54 +409,70 @@ def parser() -> argparse.ArgumentParser:
 
 def main(
     arguments: Sequence[str] | None = None,
-    stages_of: Callable[..., Sequence[Stage]] = stages,
+    plan_of: Callable[..., Plan] = plan,
     results: Path = RESULTS,
-    look: Callable[[], Preflight] = preflight,
+    look: Callable[[], AbstractContextManager[tuple[Preflight, Callable[[float], Preflight]]]] = preflight,
 ) -> int:
     """Run the stages; 1 if one of them did not pass, 2 if nothing can run here."""
-    given = parser().parse_args(arguments)
+    began, given = time.monotonic(), parser().parse_args(arguments)
     if given.list:
-        print(*listed(stages_of(Preflight({}))), sep="\n")
+        print(*listed(plan_of(Preflight({}))), sep="\n")
         return 0
-    found = look()
-    known = stages_of(found, small=given.small)
-    wanted = chosen(known, given.stage, given.part)
-    print(*announced(found, wanted), sep="\n", flush=True)
-    if found.refusal:
-        print("gpu-check cannot run here:", *found.refusal, sep="\n  ", file=sys.stderr)
+    if given.commit is None and not (ROOT / ".git").exists():
+        print(f"gpu-check: {ROOT} has no .git: say what is measured, by --commit SHA", file=sys.stderr)
         return 2
-    folder = given.out.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = Results(folder, None if given.small else results, given.commit, found.missing)
-    outcomes = {stage.name: _noted(stage, folder, found, kept) for stage in wanted}
-    print(*figures(kept.whole["reports"]), sep="\n")
+    chosen(plan_of(Preflight({})), given.only)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(told_to_stop())
+        known, others = stack.enter_context(look())
+        if known.refusal:
+            print(*announced(known, []), sep="\n", flush=True)
+            print("gpu-check cannot run here:", *known.refusal, sep="\n  ", file=sys.stderr)
+            return 2
+        folder, out = Path(stack.enter_context(tempfile.TemporaryDirectory())), given.out.absolute()
+        out.mkdir(parents=True, exist_ok=True)
+        kept = Results(folder, out, None if given.small else results, given.commit)
+        clocks = stack.enter_context(contextlib.closing(gpu_clocks.Clocks(folder)))
+        run = Run(folder, began + 60 * given.minutes, clocks, kept, stop)
+        run_all(run, known, others, lambda found: chosen(plan_of(found, small=given.small), given.only))
+    print(*figures(kept.whole["reports"]), *table(run.outcomes), sep="\n")
+    print(f"written: {kept.whole['name']}.json and logs.tar.gz in {out}{'' if given.small else f'; in {results}'}")
+    good = {PASSED} if given.only else {PASSED, ABSENT, NOT_RUN}
+    return 0 if all(outcome.outcome in good for outcome in run.outcomes.values()) and not stop.is_set() else 1
+
+
+def run_all(
+    run: Run, known: Preflight, others: Callable[[float], Preflight], wanted: Callable[[Preflight], Plan]
+) -> None:
+    """Run the first group while frameworks are imported, and the others if all is well.
+
+    Args:
+        run: The run.
+        known: What the machine has, as far as it is known at once.
+        others: Waits for the rest, so many seconds at most.
+        wanted: The stages on a machine that has this.
+    """
+    first, *rest = wanted(known)
+    run.whole([first], known)
+    bad = [stage.name for stage in first if run.outcomes[stage.name].outcome != PASSED]
+    if bad:
+        run.leave_out(rest, f"{' and '.join(bad)} did not pass")
+        return
+    found = replace(others(min(LIMIT, (run.end - time.monotonic()) / 4)), gpu_memory=run.kept.gpu_memory)
+    run.kept.whole["missing"] = dict(found.missing)
+    rest = wanted(found)[1:]
+    print(*announced(found, rest), sep="\n", flush=True)
+    run.whole(rest, found)
+
+
+def table(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """How each stage ended, in a line."""
+    lines = []
     for name, outcome in outcomes.items():
-        notes = "; ".join(filter(None, (outcome.note, gpu_clocks.shown(outcome.clocks))))
-        print(f"{name:10} {outcome.outcome:10} {outcome.seconds:7.1f} s  {notes}")
-    print(f"written: {kept.whole['name']}.json in {folder}{'' if given.small else f' and in {results}'}")
-    good = {PASSED} if given.stage else {PASSED, ABSENT}
-    return 0 if all(outcome.outcome in good for outcome in outcomes.values()) else 1
-
-
-def _noted(stage: Stage, folder: Path, found: Preflight, kept: Results) -> Outcome:
-    """Run a stage, and write down what came of it, also where it is stopped half-way."""
-    print(f"==== {stage.name}: {' '.join(stage.command)}", flush=True)
-    for suffix in ("json", "xml"):
-        (folder / f"{stage.name}.{suffix}").unlink(missing_ok=True)  # of an earlier run
-    outcome = Outcome(STOPPED, 0)
-    try:
-        outcome = run_stage(stage, folder, found)
-    finally:
-        print(f"==== {stage.name}: {outcome.outcome}, {outcome.seconds} s {outcome.note}", flush=True)
-        kept.take(stage.name, stage.keeps, vars(outcome))
-    return outcome
-
-
-def stopped(*_: object) -> None:
-    """As Ctrl-C, for those who limit a command by a signal: the stage ends, and what it has found is kept."""
-    raise KeyboardInterrupt
+        notes = "; ".join(filter(None, (outcome.note[:LONGEST], gpu_clocks.shown(outcome.clocks))))
+        lines.append(f"{name:10} {outcome.outcome:10} {outcome.seconds:7.1f} s  {notes}")
+    return lines
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stopped)
     sys.exit(main())

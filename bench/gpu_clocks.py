@@ -3,9 +3,9 @@
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-EVERY = 3.0  # seconds between two looks: each takes a core for some milliseconds
-LIMIT = 5.0  # seconds for nvidia-smi
+EVERY = 500  # milliseconds
 FIELDS = {
     "sm_mhz": "clocks.sm",
     "sm_mhz_at_most": "clocks.max.sm",
@@ -13,17 +13,53 @@ FIELDS = {
     "watts": "power.draw",
     "celsius": "temperature.gpu",
 }
+COMMAND = ("nvidia-smi", "--id=0", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits")
 
 
-def look() -> dict[str, float]:
-    """What the first GPU says now; without what it does not say, and nothing where there is no nvidia-smi."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    said = zip(FIELDS, done.stdout.strip().split(","), strict=False)
-    return {name: number for name, number in ((name, _number(word)) for name, word in said) if number is not None}
+class Clocks:
+    """One nvidia-smi for a whole run; nothing is known where there is none.
+
+    A driver that keeps no state without a client would start the GPU anew for each look, and for each stage.
+
+    Args:
+        folder: Where it writes all that it says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "clocks.csv"
+        self.process: subprocess.Popen[bytes] | None = None
+        with self._path.open("w") as said:
+            try:
+                self.process = subprocess.Popen(  # noqa: S603  (the command stands above)
+                    [*COMMAND, "-lms", str(EVERY)], stdout=said, stderr=subprocess.DEVNULL
+                )
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def mark(self) -> int:
+        """A moment."""
+        return self._path.stat().st_size
+
+    def since(self, mark: int) -> dict[str, dict[str, float]]:
+        """What was seen after that moment."""
+        text = self._path.read_bytes()[mark:].decode(errors="replace")
+        return summary([look(line) for line in text.splitlines()])
+
+
+def look(line: str) -> dict[str, float]:
+    """What one line says, without what it does not say.
+
+    >>> look("345, 1980, [N/A], 70.5, 31")
+    {'sm_mhz': 345.0, 'sm_mhz_at_most': 1980.0, 'watts': 70.5, 'celsius': 31.0}
+    """
+    said = zip(FIELDS, map(_number, line.split(",")), strict=False)
+    return {name: number for name, number in said if number is not None}
 
 
 def _number(word: str) -> float | None:

@@ -6,7 +6,6 @@ dies is a framework that is not there. Each is imported for that, so that no sta
 
 import ctypes
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -14,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 240.0  # seconds that a framework has to answer: torch from a cold disk takes a minute or two
+LIMIT = 240.0  # seconds that the frameworks have to answer: torch from a cold disk takes a minute or two
 
 # Each by the name that it is imported by, and what pip installs; {cuda} is the newest CUDA that the driver knows.
 PACKAGES = {
@@ -35,34 +36,28 @@ PACKAGES = {
     "jax": ("jax[cuda{cuda}]",),
 }
 PROGRAMS = ("nvidia-smi", "compute-sanitizer", "g++")
-GPU, SECOND, TORCH, JAX = "a GPU for CuPy", "a second GPU", "a GPU for torch", "a GPU for JAX"
+SECOND, TORCH, JAX = "a second GPU", "a GPU for torch", "a GPU for JAX"
 NEEDED = ("numpy", "msgpack", "xxhash", "cupy")
-ESSENTIAL = (*NEEDED, GPU)
 
 # Which packages a question needs; it is not asked without them.
-ASKED_OF = {GPU: NEEDED, SECOND: NEEDED, TORCH: ("torch",), JAX: ("jax",)}
+ASKED_OF = {SECOND: NEEDED, TORCH: ("torch",), JAX: ("jax",)}
 
-# Each prints one line of JSON: the GPU's name and bytes of memory; or ends with why there is none.
-CUPY_QUESTION = """
-from gradengine.kernels.toolchain import load_cupy
-properties = load_cupy({ordinal}).cuda.runtime.getDeviceProperties({ordinal})
-name, memory = properties["name"], properties["totalGlobalMem"]
-print(json.dumps([name.decode() if isinstance(name, bytes) else name, int(memory)]))
-"""
+# Each ends with why there is none.
 QUESTIONS = {
-    GPU: CUPY_QUESTION.format(ordinal=0),
-    SECOND: CUPY_QUESTION.format(ordinal=1),
+    SECOND: """
+from gradengine.kernels.toolchain import load_cupy
+load_cupy(1)
+""",
     TORCH: """
 import torch
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no GPU")
-print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory]))
+torch.ones(1, device="cuda")
 """,
     JAX: """
 import jax
 if jax.default_backend() != "gpu":
     sys.exit(f"JAX {jax.__version__} finds no GPU")
-print(json.dumps([jax.devices()[0].device_kind, 0]))
 """,
 }
 
@@ -83,20 +78,18 @@ class Preflight:
 
     Attributes:
         missing: What is not there, by name, and why.
-        gpu: The GPU's name.
-        gpu_memory: Its bytes.
+        gpu_memory: The first GPU's bytes; 0 where nobody has asked it.
         cuda: The newest CUDA that the driver knows and CuPy has a package for.
     """
 
     missing: Mapping[str, str]
-    gpu: str = "no GPU"
     gpu_memory: int = 0
     cuda: int = 12
 
     @property
     def refusal(self) -> list[str]:
         """Without these nothing runs: a line for each."""
-        return [f"{name}: {self.missing[name]}" for name in ESSENTIAL if name in self.missing]
+        return [f"{name}: {self.missing[name]}" for name in NEEDED if name in self.missing]
 
     @property
     def install(self) -> str:
@@ -115,22 +108,34 @@ class Preflight:
         return any(re.search(pattern, skip) for pattern in patterns)
 
 
-def preflight() -> Preflight:
-    """Look for everything, and import what takes long."""
+@contextmanager
+def preflight() -> Iterator[tuple[Preflight, Callable[[float], Preflight]]]:
+    """Look for everything, and import what takes long meanwhile.
+
+    Yields:
+        What is known at once: packages and programs; and a call that waits for the rest, so many seconds at most.
+    """
     missing = {name: "not installed" for name in PACKAGES if importlib.util.find_spec(name) is None}
     missing |= {name: "not on the PATH" for name in PROGRAMS if shutil.which(name) is None}
-    print(f"preflight: imports what is here, for at most {LIMIT:.0f} s", flush=True)
-    end, asked = time.monotonic() + LIMIT, {}
-    for name, question in QUESTIONS.items():  # all begin before the first is waited for
-        absent = [package for package in ASKED_OF[name] if package in missing]
-        if absent:
-            missing[name] = f"{' and '.join(absent)} not installed"
-        else:
-            asked[name] = _asked(question)
+    known, asked = Preflight(missing, cuda=newest_cuda()), {}
+    try:
+        for name, question in QUESTIONS.items():
+            absent = [package for package in ASKED_OF[name] if package in missing]
+            if absent:
+                missing[name] = f"{' and '.join(absent)} not installed"
+            else:
+                asked[name] = _asked(question)
+        yield known, partial(_answered, known, asked)
+    finally:
+        for process in asked.values():
+            process.kill()
+            process.communicate()
+
+
+def _answered(known: Preflight, asked: Mapping[str, subprocess.Popen[str]], limit: float) -> Preflight:
+    end = time.monotonic() + limit
     answers = {name: _answer(process, end) for name, process in asked.items()}
-    missing |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    name, memory = ("no GPU", 0) if GPU in missing else answers[GPU]
-    return Preflight(missing, name, memory, newest_cuda())
+    return replace(known, missing={**known.missing, **{name: why for name, why in answers.items() if why}})
 
 
 def newest_cuda() -> int:
@@ -146,23 +151,21 @@ def newest_cuda() -> int:
 def _asked(question: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(  # noqa: S603  (the questions stand above)
-        [sys.executable, "-c", "import json, sys\n" + question],
+        [sys.executable, "-c", "import sys\n" + question],
         env={**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def _answer(process: subprocess.Popen[str], end: float) -> tuple[str, int] | str:
-    """The GPU's name and memory, or why there is none: the last line of what was said."""
+def _answer(process: subprocess.Popen[str], end: float) -> str:
+    """Why there is none, the last line of what was said; nothing where it is there."""
     try:
-        said, complaint = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        _, complaint = process.communicate(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
-        return f"no answer within {LIMIT:.0f} s"
+        return "no answer in time"
     if process.returncode == 0:
-        name, memory = json.loads(said.splitlines()[-1])
-        return name, memory
+        return ""
     return (complaint.strip().splitlines() or [f"exit status {process.returncode}"])[-1][:300]

@@ -3,65 +3,85 @@
 import json
 import os
 import re
+import shutil
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-KEEPS = ("machine", "reports", "settled")  # kinds of what a stage writes to <folder>/<stage>.json
+WHERE = ("name", "machine", "versions", "missing")  # all else is of a stage
+YARDSTICKS = {"copy", "triad"}
+LOGS = {".log", ".xml", ".csv"}
 
 
 class Results:
-    """What was found so far.
+    """What was found so far: one file, and one of logs.
 
     Args:
-        folder: Where the stages write, and where a copy of the results goes.
+        folder: Where the stages write.
+        out: Where a copy of the results goes, and the logs of this run.
         results: Where the results go; None for sizes that give no figures.
         commit: The commit that is measured, for a copy of the tree that does not know its own.
-        missing: What the machine lacks, by name, and why.
     """
 
-    def __init__(self, folder: Path, results: Path | None, commit: str | None, missing: Mapping[str, str]) -> None:
-        self._folder, self._results, self._commit = folder, results, commit
-        self.whole: dict = {"name": "gpu-unknown", "machine": {}, "versions": {}, "missing": dict(missing)}
+    def __init__(self, folder: Path, out: Path, results: Path | None, commit: str | None) -> None:
+        self._folder, self._out, self._results, self._commit = folder, out, results, commit
+        self.whole: dict = {"name": "gpu-unknown", "machine": {}, "versions": {}, "missing": {}}
         self.whole |= {"stages": {}, "reports": [], "settled": {}}
 
-    def take(self, stage: str, keeps: str | None, outcome: Mapping[str, object]) -> None:
-        """Take what a stage left, also one that failed half-way.
+    @property
+    def gpu_memory(self) -> int:
+        """The GPU's bytes; 0 where nobody has said."""
+        return int(self.whole["machine"].get("gpu_memory_bytes", 0))
+
+    def take(self, stage: str, outcome: Mapping[str, object]) -> None:
+        """Take what a stage left in <folder>/<stage>.json, also one that failed half-way.
 
         Args:
             stage: Its name.
-            keeps: "machine", "reports" or "settled": what it writes to <folder>/<stage>.json.
             outcome: How it ended.
         """
-        left = _read(self._folder / f"{stage}.json") if keeps in KEEPS else {}
-        if keeps == "machine" and left:
+        left = _read(self._folder / f"{stage}.json")
+        if "machine" in left:
             self._take_machine(left)
         self.whole["stages"][stage] = dict(outcome)
-        self.whole["settled"] |= left.get("settled", {})
         kept = [report for report in self.whole["reports"] if report["stage"] != stage]
-        fresh = left.get("reports", []) if keeps == "reports" else []
-        self.whole["reports"] = [*kept, *({"stage": stage, **report} for report in fresh)]
+        self.whole["reports"] = [*kept, *({"stage": stage, **report} for report in left.get("reports", []))]
+        for key in left.keys() - {*WHERE, "reports"}:
+            self.whole[key] = {**self.whole.get(key, {}), **left[key]}
         self._write()
 
     def _take_machine(self, found: dict) -> None:
+        self._file.unlink(missing_ok=True)  # of what ended before, under no name
         self.whole |= {"name": file_name(found["machine"]["gpu"]), **found}
         if self._commit:
             self.whole["versions"]["commit"] = self._commit
-        earlier = _read(self._home / f"{self.whole['name']}.json")
+        earlier = _read(self._home / self._file.name)
         if earlier.get("versions") == self.whole["versions"]:  # so that the same commit's stages may be run one by one
-            self.whole |= {each: earlier[each] for each in ("stages", "reports", "settled")}
+            fresh = self.whole["stages"].keys()
+            self.whole["reports"] += [report for report in earlier["reports"] if report["stage"] not in fresh]
+            for key in earlier.keys() - {*WHERE, "reports"}:
+                self.whole[key] = {**earlier[key], **self.whole.get(key, {})}
 
     @property
     def _home(self) -> Path:
-        return self._results or self._folder
+        return self._results or self._out
+
+    @property
+    def _file(self) -> Path:
+        return self._out / f"{self.whole['name']}.json"
 
     def _write(self) -> None:
         text = json.dumps(self.whole, indent=1) + "\n"
-        _replace(self._folder / f"{self.whole['name']}.json", text)
+        _replace(self._file, text)
+        with tarfile.open(self._folder / "logs.partial", "w:gz") as logs:
+            for path in sorted(path for path in self._folder.iterdir() if path.suffix in LOGS):
+                logs.add(path, path.name)
+        shutil.copyfile(self._folder / "logs.partial", self._out / "logs.tar.gz")
         if not self.whole["machine"]:
             return  # nobody knows whose results these are
         try:
             self._home.mkdir(parents=True, exist_ok=True)
-            _replace(self._home / f"{self.whole['name']}.json", text)
+            _replace(self._home / self._file.name, text)
         except OSError as fault:
             print(f"cannot write to {self._home}: {fault}", flush=True)
 
@@ -91,17 +111,22 @@ def file_name(gpu: str) -> str:
 
 
 def figures(reports: Sequence[dict]) -> list[str]:
-    """Every figure in one line each, for the end of the output."""
+    """Every figure in one line each, for the end of the output: the step's last, and yardsticks once."""
     times = f"{'device ms':>9} {'wall ms':>8} {'host us':>8} {'of copy':>7}"
     lines = [f"{'stage':10} {'benchmark':14} {'variant':30} {times}  times ours"]
-    for report in reports:
+    yardsticks: dict[str, str] = {}
+    for report in sorted(reports, key=lambda each: (each["benchmark"] == "step", each["stage"] == "step")):
         where = f"{report['stage']:10} {report['benchmark']:14}"
         if report["benchmark"] == "launches":
             lines += [f"{where} {variant:30} {counts}" for variant, counts in report["rows"].items()]
-        else:
-            lines += [f"{where} {_figures_of(row)}" for row in report["rows"]]
-        lines += [f"{where} {absent['variant']:30} absent: {absent['why']}" for absent in report["absent"]]
-    return lines
+            continue
+        for row in report["rows"]:
+            line = f"{where} {_figures_of(row)}"
+            if row["variant"] in YARDSTICKS:
+                yardsticks[row["variant"]] = line
+            else:
+                lines.append(line)
+    return [lines[0], *yardsticks.values(), *lines[1:]]
 
 
 def _figures_of(row: dict) -> str:

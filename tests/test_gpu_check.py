@@ -3,9 +3,11 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import tarfile
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import draw
@@ -15,7 +17,7 @@ import gpu_preflight
 import gpu_results
 import pytest
 from gpu_check import Stage
-from gpu_preflight import GPU, JAX, SECOND, TORCH, Preflight
+from gpu_preflight import JAX, SECOND, TORCH, Preflight
 from gpu_results import file_name
 
 from gradengine.bench.__main__ import parser
@@ -23,9 +25,9 @@ from gradengine.bench.benchmarks import NAMES
 from gradengine.bench.machine import commit_of
 
 ROOT = Path(__file__).parent.parent
-EVERYTHING = Preflight({}, "NVIDIA Fake 1", 80 << 30)
+EVERYTHING = Preflight({})
 MACHINE = {
-    "machine": {"gpu": "NVIDIA Fake 1", "driver": "1", "runtime_cuda": "13.0"},
+    "machine": {"gpu": "NVIDIA Fake 1", "driver": "1", "runtime_cuda": "13.0", "gpu_memory_bytes": 80 << 30},
     "versions": {"cupy": "14", "torch": "2", "commit": None},
 }
 REPORT = {
@@ -52,76 +54,137 @@ def writes(path, content):
     return ("-c", f"import pathlib; pathlib.Path({path!r}).write_text({content!r})")
 
 
-def stage(name, *words, **facts):
-    limit, part = facts.pop("limit", 60), facts.pop("part", gpu_check.FIGURES)
-    return Stage(name, "for the test", gpu_check.python(*words), limit, part, **facts)
+def stage(name, *words, limit=60, **facts):
+    return Stage(name, "for the test", gpu_check.python(*words), limit, **facts)
 
 
-MACHINE_STAGE = stage("machine", *writes("{folder}/machine.json", json.dumps(MACHINE)), keeps="machine")
-BENCH = stage("bench", *writes("{folder}/bench.json", json.dumps({"reports": [REPORT]})), keeps="reports")
+MACHINE_STAGE = stage("machine", *writes("{folder}/machine.json", json.dumps(MACHINE)))
+BENCH = stage("bench", *writes("{folder}/bench.json", json.dumps({"reports": [REPORT]})))
+HANGS = "import time; time.sleep(300)"
 
 
-def run(tmp_path, *stages, arguments=(), found=EVERYTHING):
-    known = [MACHINE_STAGE, *stages]
-    out = ["--out", str(tmp_path / "out"), *arguments]
-    return gpu_check.main(out, lambda found, small=False: known, tmp_path / "results", lambda: found)
+def run(tmp_path, *groups, arguments=(), found=EVERYTHING):
+    """Of a group of one the stage alone is given."""
+    whole = [group if isinstance(group, list) else [group] for group in (MACHINE_STAGE, *groups)]
+
+    @contextmanager
+    def look():
+        yield found, lambda limit: found
+
+    words = ["--out", str(tmp_path / "out"), "--commit", "abc", *arguments]
+    return gpu_check.main(words, lambda found, small=False: whole, tmp_path / "results", look)
 
 
-def checked(tmp_path, *stages, **given):
-    code = run(tmp_path, *stages, **given)
+def checked(tmp_path, *groups, **given):
+    code = run(tmp_path, *groups, **given)
     kept = json.loads((tmp_path / "results/gpu-fake-1.json").read_text())
     assert kept == json.loads((tmp_path / "out/gpu-fake-1.json").read_text())
     return code, kept, {name: found["outcome"] for name, found in kept["stages"].items()}
 
 
+def log_of(tmp_path, name):
+    with tarfile.open(tmp_path / "out/logs.tar.gz") as logs:
+        return logs.extractfile(name).read().decode()
+
+
 class TestResults:
     def test_they_are_kept_with_machine_and_stages(self, tmp_path, capsys):
-        code, kept, outcomes = checked(tmp_path, BENCH, arguments=["--commit", "abc"])
+        code, kept, outcomes = checked(tmp_path, BENCH)
         assert code == 0
         assert kept["machine"] == MACHINE["machine"]
         assert kept["versions"]["commit"] == "abc"
         assert kept["reports"] == [{"stage": "bench", **REPORT}]
         assert outcomes == {"machine": "passed", "bench": "passed"}
-        shown = capsys.readouterr().out
+        shown = capsys.readouterr().out.rpartition("stage      benchmark")[2]
         assert re.search(r"bench +step +torch foreach, sum +2\.000 +3\.000 +100 +2\.00", shown)
-        assert re.search(r"bench +step +torch.compile +absent: no compiler", shown)
+        assert "torch.compile" not in shown
 
-    def test_a_stage_that_fails_leaves_the_others_figures_and_what_it_wrote(self, tmp_path):
+    @pytest.mark.parametrize("together", [False, True])
+    def test_a_stage_that_fails_or_hangs_takes_nothing_from_the_others(self, together, tmp_path, monkeypatch):
+        monkeypatch.setattr(gpu_check, "GRACE", 0.2)
         half = f"{BENCH.command[2]}; import sys; print('failed: norm: ours'); sys.exit(3)"
-        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
-        slow, last = stage("slow", "-c", child, limit=0.5), stage("last", "-c", "pass")
-        code, kept, outcomes = checked(tmp_path, stage("bench", "-c", half, keeps="reports"), slow, last)
+        deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {HANGS}"
+        child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"
+        stages = [
+            stage("bench", "-c", half),
+            stage("slow", "-c", child, limit=0.5),
+            stage("dies", "-c", "import os; os.kill(os.getpid(), 9)"),
+            stage("last", "-c", "print('all is well')"),
+        ]
+        code, kept, outcomes = checked(tmp_path, *([stages] if together else stages))
         assert code == 1
-        assert outcomes == {"machine": "passed", "bench": "failed", "slow": "timed out", "last": "passed"}
+        ends = {"bench": "failed", "slow": "timed out", "dies": "failed", "last": "passed"}
+        assert outcomes == {"machine": "passed", **ends}
         assert kept["stages"]["bench"]["note"] == "exit status 3: failed: norm: ours"
-        assert kept["stages"]["slow"]["note"] == "not done within 0.5 s"
+        assert kept["stages"]["slow"]["note"].startswith("not done within 0.5 s")
         assert kept["reports"] == [{"stage": "bench", **REPORT}]
-        assert "failed: norm: ours" in (tmp_path / "out/bench.log").read_text()
+        assert "failed: norm: ours" in log_of(tmp_path, "bench.log")
+        assert log_of(tmp_path, "last.log") == "all is well\n"
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu-fake-1.json", "logs.tar.gz"]
+
+    def test_a_stage_at_its_limit_may_write_what_it_has(self, tmp_path):
+        report = tmp_path / "report.json"
+        report.write_text(json.dumps({"reports": [REPORT]}))
+        words = f"trap 'cp {report} {{folder}}/bench.json; exit 1' INT; sleep 300 & wait"
+        _, kept, outcomes = checked(tmp_path, Stage("bench", "for the test", ("sh", "-c", words), 0.5))
+        assert outcomes["bench"] == "timed out"
+        assert kept["reports"] == [{"stage": "bench", **REPORT}]
+
+    def test_nothing_follows_where_the_first_does_not_pass(self, tmp_path, capsys):
+        bad = stage("kernels", "-c", "import sys; sys.exit('other bits')")
+        known = [[MACHINE_STAGE, bad], [BENCH], [stage("last", "-c", "pass")]]
+        code = gpu_check.main(
+            ["--out", str(tmp_path / "out"), "--commit", "abc"],
+            lambda found, small=False: known,
+            tmp_path / "results",
+            lambda: nullcontext((EVERYTHING, lambda limit: pytest.fail("waits for frameworks"))),
+        )
+        assert code == 1
+        shown = capsys.readouterr().out
+        assert re.search(r"^kernels +failed .* exit status 1: other bits$", shown, re.MULTILINE)
+        assert re.search(r"^bench +not run .* kernels did not pass$", shown, re.MULTILINE)
+        assert list(json.loads((tmp_path / "out/gpu-fake-1.json").read_text())["stages"]) == ["machine", "kernels"]
+
+    def test_limits_are_cut_to_the_time_that_is_left(self, tmp_path, monkeypatch, capsys):
+        class Clock:
+            sleep = time.sleep
+
+            def monotonic():
+                return 1000 if (tmp_path / "begun").exists() else 0
+
+        monkeypatch.setattr(gpu_check, "time", Clock)
+        slow = stage("slow", "-c", f"open({str(tmp_path / 'begun')!r}, 'w'); {HANGS}", limit=2000)
+        late = stage("late", "-c", "pass"), stage("later", "-c", "pass")
+        code, kept, outcomes = checked(tmp_path, BENCH, slow, *late, arguments=["--minutes", "10"])
+        assert code == 1
+        assert outcomes == {"machine": "passed", "bench": "passed", "slow": "timed out"}
+        assert kept["stages"]["slow"]["note"] == "not done within 590 s"
+        assert re.findall(r"^(\w+) +not run .* no time was left$", capsys.readouterr().out, re.MULTILINE) == [
+            "late",
+            "later",
+        ]
 
     def test_answers_of_later_runs_take_the_place_of_their_own_alone(self, tmp_path):
         def answered(**outcomes):
-            return stage("settle", *writes("{folder}/settle.json", json.dumps({"settled": outcomes})), keeps="settled")
+            return stage("settle", *writes("{folder}/settle.json", json.dumps({"settled": outcomes})))
 
         checked(tmp_path, answered(one="failed", two="passed"))
         assert checked(tmp_path, answered(one="passed"))[1]["settled"] == {"one": "passed", "two": "passed"}
 
     def test_a_file_that_was_not_written_to_its_end_takes_nothing_away(self, tmp_path):
-        torn = stage("torn", *writes("{folder}/torn.json", '{"reports": [{"ben'), keeps="reports")
+        torn = stage("torn", *writes("{folder}/torn.json", '{"reports": [{"ben'))
         _, kept, outcomes = checked(tmp_path, BENCH, torn, stage("last", "-c", "pass"))
         assert len(kept["reports"]) == 1
         assert outcomes["last"] == "passed"
 
-    def test_what_a_stage_had_found_is_kept_when_the_program_is_stopped(self, tmp_path):
-        words = f"{BENCH.command[2]}; import os, signal; os.kill({os.getpid()}, signal.SIGUSR1); signal.pause()"
-        before = signal.signal(signal.SIGUSR1, gpu_check.stopped)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                run(tmp_path, stage("first", "-c", "pass"), stage("bench", "-c", words, keeps="reports"), BENCH)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        kept = json.loads((tmp_path / "results/gpu-fake-1.json").read_text())
-        assert [found["outcome"] for found in kept["stages"].values()] == ["passed", "passed", "stopped"]
+    def test_what_stages_had_found_is_kept_when_the_program_is_stopped(self, tmp_path, capsys):
+        words = f"{BENCH.command[2]}; import os, signal; os.kill(os.getppid(), signal.SIGTERM); {HANGS}"
+        beside = [stage("bench", "-c", words), stage("beside", "-c", HANGS)]
+        code, kept, outcomes = checked(tmp_path, stage("first", "-c", "pass"), beside, stage("last", "-c", "pass"))
+        assert code == 1
+        assert outcomes == {"machine": "passed", "first": "passed", "bench": "stopped", "beside": "stopped"}
         assert kept["reports"] == [{"stage": "bench", **REPORT}]
+        assert re.search(r"^last +not run .* the program was stopped$", capsys.readouterr().out, re.MULTILINE)
 
     def test_a_write_that_is_cut_short_leaves_what_was_there(self, tmp_path, monkeypatch):
         path = tmp_path / "results/gpu-fake-1.json"
@@ -135,14 +198,14 @@ class TestResults:
     def test_stages_run_one_by_one_come_together(self, tmp_path):
         first = stage("first", "-c", "pass")
         checked(tmp_path, first, BENCH)
-        code, kept, _ = checked(tmp_path, first, BENCH, arguments=["--stage", "first"])
+        code, kept, _ = checked(tmp_path, first, BENCH, arguments=["--only", "first"])
         assert code == 0
         assert list(kept["stages"]) == ["machine", "first", "bench"]
         assert len(kept["reports"]) == 1
 
     def test_of_another_commit_nothing_stays(self, tmp_path):
-        checked(tmp_path, BENCH, arguments=["--commit", "abc"])
-        _, kept, _ = checked(tmp_path, BENCH, arguments=["--commit", "def", "--stage", "machine"])
+        checked(tmp_path, BENCH)
+        _, kept, _ = checked(tmp_path, BENCH, arguments=["--commit", "def", "--only", "machine"])
         assert kept["reports"] == []
 
     def test_small_sizes_give_no_figures_to_keep(self, tmp_path):
@@ -168,6 +231,14 @@ class TestResults:
         code.write_text("2")
         assert commit_of(code.parent) == f"{commit}-dirty"
 
+    def test_the_steps_figures_come_last_and_yardsticks_once(self):
+        named = [("step", "step"), ("step-bf16", "step"), ("parts", "norm"), ("fp32-odd", "step")]
+        lines = gpu_results.figures([{"stage": stage, **REPORT, "benchmark": name} for stage, name in named])
+        assert [line.split()[0] for line in lines[1:]] == ["step", "parts", "parts"] + [
+            name for name in ("step-bf16", "fp32-odd", "step") for _ in range(2)
+        ]
+        assert sum("copy" in line for line in lines[1:]) == 1
+
     @pytest.mark.parametrize(
         ("gpu", "name"), [("NVIDIA H200", "gpu-h200"), ("NVIDIA GeForce RTX 4090", "gpu-geforce-rtx-4090")]
     )
@@ -180,57 +251,54 @@ def test_jax_does_not_take_three_quarters_of_the_gpu_in_each_process(tmp_path):
     assert checked(tmp_path, stage("asks", "-c", asks))[0] == 0
 
 
-SMI = """#!/bin/sh
-test "$2" = "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu" || exit 1
-if test -e {folder}/asked; then echo "1410, 1980, 2619, 690.25, 71"; else echo "345, 1980, 2619, 70.00, 31"; fi
-touch {folder}/asked
-"""
-
-
 class TestClocks:
-    @pytest.fixture
-    def smi(self, tmp_path, monkeypatch):
-        def answers(script):
-            path = tmp_path / "bin/nvidia-smi"
-            path.parent.mkdir()
-            path.write_text(script.format(folder=tmp_path))
-            path.chmod(0o755)
-            monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+    @pytest.fixture(autouse=True)
+    def _only_ours(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
 
-        return answers
+    def test_clocks_power_and_temperature_are_kept_beside_their_stage(self, tmp_path, capsys):
+        def seen(name, *lines):
+            said = "".join(f"{line}\n" for line in lines)
+            return stage(
+                name,
+                "-c",
+                f"open({{folder!r}} + '/clocks.csv', 'a').write({said!r})".replace("{folder!r}", "'{folder}'"),
+            )
 
-    def test_clocks_power_and_temperature_are_kept_beside_a_stage(self, tmp_path, smi, capsys):
-        smi(SMI)
-        _, kept, _ = checked(tmp_path, BENCH)
-        assert kept["stages"]["machine"]["clocks"]["watts"] == {"least": 70, "median": 380.125, "most": 690.25}
-        clocks = kept["stages"]["bench"]["clocks"]
-        assert clocks["sm_mhz"] == {"least": 1410, "median": 1410, "most": 1410}
+        hot = ("1410, 1980, 2619, 690.25, 71", "1200, 1980, 2619, 700, 73", "1410, 1980, 2619, 710, 73")
+        stages = seen("first", "345, 1980, [N/A], 70, 31"), seen("second", *hot)
+        _, kept, _ = checked(tmp_path, *stages)
+        assert kept["stages"]["first"]["clocks"]["watts"] == {"least": 70, "median": 70, "most": 70}
+        clocks = kept["stages"]["second"]["clocks"]
+        assert clocks["sm_mhz"] == {"least": 1200, "median": 1410, "most": 1410}
         assert clocks["sm_mhz_at_most"]["most"] == 1980
-        assert clocks["celsius"]["most"] == 71
-        assert re.search(r"bench +passed .* s  SM 1410 MHz \(least 1410\), 690 W, 71 C", capsys.readouterr().out)
+        assert re.search(r"second +passed .* s  SM 1410 MHz \(least 1200\), 700 W, 73 C", capsys.readouterr().out)
 
-    @pytest.mark.parametrize("script", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\necho '[N/A], [N/A], [N/A], 70.0'\n", None])
-    def test_what_is_not_said_is_left_out(self, script, smi, monkeypatch):
-        if script is None:
-            monkeypatch.setenv("PATH", "/nowhere")
-        else:
-            smi(script)
-        assert gpu_clocks.look() == ({"watts": 70.0} if script and "N/A" in script else {})
+    @pytest.mark.parametrize(
+        ("script", "found"), [("exit 9", {}), ("echo '345, 1980, [N/A], 70.5'; echo $6", {"watts": 70.5}), (None, {})]
+    )
+    def test_they_are_what_nvidia_smi_says(self, script, found, tmp_path):
+        if script is not None:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        clocks = gpu_clocks.Clocks(tmp_path)
+        if clocks.process:
+            clocks.process.wait()
+        clocks.close()
+        assert {name: each["most"] for name, each in clocks.since(0).items() if name == "watts"} == found
 
 
 class TestWhatIsMissing:
-    WITHOUT_A_TOOL = Preflight({"sanitizer": "not on the PATH", JAX: "no module"}, "NVIDIA Fake 1", 80 << 30)
+    WITHOUT_A_TOOL = Preflight({"sanitizer": "not on the PATH", JAX: "no module"})
     NEEDS_IT = stage("memcheck", "-c", "pass", needs=("sanitizer",))
 
-    def test_it_is_named_before_anything_runs_with_what_does_not_run(self, tmp_path, capsys):
+    def test_it_is_named_with_what_does_not_run(self, tmp_path, capsys):
         code, kept, outcomes = checked(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL)
         assert (code, outcomes["memcheck"]) == (0, "absent")
         assert kept["stages"]["memcheck"]["note"] == "sanitizer: not on the PATH"
-        first, second, third, fourth, *_ = capsys.readouterr().out.splitlines()
-        assert first == "preflight: NVIDIA Fake 1, 80.0 GiB"
-        assert second == "  missing: sanitizer: not on the PATH; not run: memcheck"
-        assert third == "  missing: a GPU for JAX: no module"
-        assert fourth.startswith("==== machine")
+        shown = capsys.readouterr().out.splitlines()
+        assert "  missing: sanitizer: not on the PATH; not run: memcheck" in shown
+        assert "  missing: a GPU for JAX: no module" in shown
         assert kept["missing"] == dict(self.WITHOUT_A_TOOL.missing)
 
     def test_one_line_installs_every_package_that_is_missing_for_the_drivers_cuda(self, capsys, tmp_path):
@@ -255,41 +323,50 @@ class TestWhatIsMissing:
         assert gpu_preflight.newest_cuda() == cuda
 
     def test_a_stage_asked_for_by_name_that_cannot_run_is_a_failure(self, tmp_path):
-        assert run(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL, arguments=["--stage", "memcheck"]) == 1
+        assert run(tmp_path, self.NEEDS_IT, found=self.WITHOUT_A_TOOL, arguments=["--only", "memcheck"]) == 1
 
-    @pytest.mark.parametrize("name", ["numpy", "msgpack", "xxhash", "cupy", GPU])
-    def test_without_a_gpu_or_what_the_package_needs_nothing_runs(self, name, tmp_path, capsys):
+    @pytest.mark.parametrize("name", ["numpy", "msgpack", "xxhash", "cupy"])
+    def test_without_what_the_package_needs_nothing_runs(self, name, tmp_path, capsys):
         assert run(tmp_path, BENCH, found=Preflight({name: "why"})) == 2
         assert capsys.readouterr().err == f"gpu-check cannot run here:\n  {name}: why\n"
         assert not (tmp_path / "out").exists()
 
+    def test_a_copy_without_git_must_be_told_its_commit(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+        assert gpu_check.main(["--out", str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err == f"gpu-check: {tmp_path} has no .git: say what is measured, by --commit SHA\n"
+        assert not (tmp_path / "out").exists()
+
     @pytest.mark.parametrize("name", [SECOND, "torch", TORCH, "jax", JAX, "typer", "rich", "xdist", "nvidia-smi"])
-    def test_figures_and_proofs_need_none_of_these(self, name):
-        found = Preflight({name: "not installed"}, "NVIDIA Fake 1", 80 << 30)
+    def test_what_runs_first_needs_none_of_these(self, name):
+        found = Preflight({name: "not installed"})
         assert found.refusal == []
-        assert not any(found.lacks(each.needs) for each in gpu_check.stages(found) if each.part != gpu_check.FURTHER)
+        lacking = [each.name for each in EACH if found.lacks(each.needs)]
+        assert set(lacking) <= {"launches", "compiled"}
 
     def test_what_is_found_here(self, monkeypatch):
         monkeypatch.setattr(gpu_preflight, "PACKAGES", {"numpy": ("numpy",), "no_such_package": ("no-such",)})
         monkeypatch.setattr(gpu_preflight, "PROGRAMS", ("no-such-program",))
         answers = {
-            GPU: "print('a word before'); print(json.dumps(['NVIDIA Fake 1', 5]))",
-            TORCH: "sys.exit('torch 2 finds no GPU')",
+            SECOND: "print('a word')",
+            TORCH: "sys.exit('a word before\\ntorch 2 finds no GPU')",
             JAX: "import os; os._exit(7)",
-            "not asked": "print(json.dumps(['of what is not there', 1]))",
+            "not asked": "",
         }
         monkeypatch.setattr(gpu_preflight, "QUESTIONS", answers)
         needs = {**dict.fromkeys(answers, ("numpy",)), "not asked": ("numpy", "no_such_package")}
         monkeypatch.setattr(gpu_preflight, "ASKED_OF", needs)
-        found = gpu_preflight.preflight()
-        assert (found.gpu, found.gpu_memory) == ("NVIDIA Fake 1", 5)
-        assert found.missing == {
-            "no_such_package": "not installed",
-            "no-such-program": "not on the PATH",
-            "not asked": "no_such_package not installed",
-            TORCH: "torch 2 finds no GPU",
-            JAX: "exit status 7",
-        }
+        with gpu_preflight.preflight() as (known, others):
+            at_once = {"no_such_package": "not installed", "no-such-program": "not on the PATH"}
+            at_once["not asked"] = "no_such_package not installed"
+            assert known.missing == at_once
+            assert others(60.0).missing == {**at_once, TORCH: "torch 2 finds no GPU", JAX: "exit status 7"}
+
+    def test_a_framework_that_hangs_is_not_there(self, monkeypatch):
+        monkeypatch.setattr(gpu_preflight, "QUESTIONS", {TORCH: HANGS})
+        monkeypatch.setattr(gpu_preflight, "ASKED_OF", {TORCH: ()})
+        with gpu_preflight.preflight() as (_, others):
+            assert others(0.0).missing[TORCH] == "no answer in time"
 
 
 def case(name, skipped=None):
@@ -320,54 +397,41 @@ NO_CUDA, NO_TORCH, NO_JAX = "this torch has no CUDA", "could not import 'torch'"
 )
 def test_only_skips_that_the_preflight_has_named_are_no_failure(cases, missing, note, tmp_path):
     words = writes("{folder}/tests.xml", f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    found = Preflight(missing, "NVIDIA Fake 1", 80 << 30)
-    code, kept, outcomes = checked(tmp_path, stage("tests", *words, keeps="tests"), found=found)
+    code, kept, outcomes = checked(tmp_path, stage("tests", *words, tests=True), found=Preflight(missing))
     assert kept["stages"]["tests"]["note"] == note
     assert (code, outcomes["tests"]) == ((1, "failed") if note else (0, "passed"))
 
 
 def test_tests_that_leave_no_report_are_a_failure(tmp_path):
-    code, kept, _ = checked(tmp_path, stage("tests", "-c", "pass", keeps="tests"), BENCH)
+    code, kept, _ = checked(tmp_path, stage("tests", "-c", "pass", tests=True), BENCH)
     assert code == 1
     assert "no report of the tests" in kept["stages"]["tests"]["note"]
     assert len(kept["reports"]) == 1
 
 
-class TestStages:
-    ALL = gpu_check.stages(EVERYTHING)
+EACH = [stage for group in gpu_check.plan(EVERYTHING) for stage in group]
 
+
+class TestStages:
     def test_each_can_be_run_by_itself_and_all_are_listed(self, tmp_path, capsys):
         first, second = (stage(name, "-c", "pass") for name in ("first", "second"))
-        assert list(checked(tmp_path, first, second, arguments=["--stage", "second"])[2]) == ["machine", "second"]
+        assert list(checked(tmp_path, [first, second], arguments=["--only", "second"])[2]) == ["machine", "second"]
         with pytest.raises(SystemExit, match="no such stage: third; there are machine, first"):
-            run(tmp_path, first, arguments=["--stage", "third"])
+            run(tmp_path, first, arguments=["--only", "first,third"])
         capsys.readouterr()
         assert gpu_check.main(["--list"]) == 0
         shown = capsys.readouterr().out
-        assert all(re.search(rf"^  {each.name} +\d+ s  ", shown, re.MULTILINE) for each in self.ALL)
-
-    def test_a_part_is_run_alone_and_all_by_default(self, tmp_path):
-        further = stage("further", "-c", "pass", part=gpu_check.FURTHER)
-        assert list(checked(tmp_path, BENCH, further, arguments=["--part", "figures"])[2]) == ["machine", "bench"]
-        (tmp_path / "results/gpu-fake-1.json").unlink()
-        assert list(checked(tmp_path, BENCH, further, arguments=["--part", "further"])[2]) == ["machine", "further"]
-        assert list(checked(tmp_path, BENCH, further)[2]) == ["machine", "further", "bench"]
-
-    @pytest.mark.parametrize("part", gpu_check.PARTS)
-    def test_a_part_ends_within_what_one_command_may_take(self, part):
-        assert gpu_check.limit_of(gpu_check.chosen(self.ALL, (), part)) <= 570
+        assert all(re.search(rf"^[ +] {each.name} +\d+ s  ", shown, re.MULTILINE) for each in EACH)
 
     def test_all_end_within_the_hour_that_a_gpu_is_borrowed_for(self):
-        assert gpu_preflight.LIMIT + gpu_check.limit_of(self.ALL) <= 3600
-        assert [each.part for each in self.ALL] == sorted((each.part for each in self.ALL), key=gpu_check.PARTS.index)
+        assert gpu_preflight.LIMIT + gpu_check.limit_of(gpu_check.plan(EVERYTHING)) <= 3600
 
     @pytest.mark.parametrize("small", [False, True])
     def test_they_are_commands_that_there_are(self, small):
-        names = [each.name for each in self.ALL]
+        names = [each.name for each in EACH]
         assert len(set(names)) == len(names)
-        assert self.ALL[0].keeps == "machine"
-        for each in gpu_check.stages(EVERYTHING, small=small):
-            if each.keeps == "reports":
+        for each in (each for group in gpu_check.plan(EVERYTHING, small=small) for each in group):
+            if "gradengine.bench" in each.command:
                 given = parser().parse_args(each.command[each.command.index("gradengine.bench") + 1 :])
                 assert set(given.names) <= set(NAMES)
                 assert given.small is small
@@ -381,7 +445,7 @@ class TestStages:
         self, gigabytes, cpus, missing, processes, monkeypatch
     ):
         monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-        command = gpu_check.stage_of_tests(Preflight(missing, "NVIDIA Fake 1", gigabytes << 30)).command
+        command = gpu_check.run_of_tests(Preflight(missing, gigabytes << 30), small=False).command
         assert command[command.index("-n") + 1] == str(processes) if processes else "-n" not in command
 
 
