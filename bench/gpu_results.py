@@ -111,12 +111,15 @@ def file_name(gpu: str) -> str:
 
 
 def figures(reports: Sequence[dict]) -> list[str]:
-    """Every figure in one line each, for the end of the output: the step's last, and yardsticks once."""
+    """Every figure in one line each, for the end of the output: yardsticks once, and the step's last."""
+    if not reports:
+        return []
     times = f"{'device ms':>9} {'wall ms':>8} {'host us':>8} {'of copy':>7}"
-    lines = [f"{'stage':10} {'benchmark':14} {'variant':30} {times}  times ours"]
-    yardsticks: dict[str, str] = {}
-    for report in sorted(reports, key=lambda each: (each["benchmark"] == "step", each["stage"] == "step")):
+    head = f"{'stage':10} {'benchmark':14} {'variant':30} {times}  times ours"
+    others, steps, yardsticks = [], [], {}
+    for report in sorted(reports, key=lambda each: each["stage"] == "step"):
         where = f"{report['stage']:10} {report['benchmark']:14}"
+        lines = steps if report["benchmark"] == "step" else others
         if report["benchmark"] == "launches":
             lines += [f"{where} {variant:30} {counts}" for variant, counts in report["rows"].items()]
             continue
@@ -126,7 +129,7 @@ def figures(reports: Sequence[dict]) -> list[str]:
                 yardsticks[row["variant"]] = line
             else:
                 lines.append(line)
-    return [lines[0], *yardsticks.values(), *lines[1:]]
+    return [head, *others, head, *yardsticks.values(), *steps]  # a terminal may keep the end alone
 
 
 def _figures_of(row: dict) -> str:
