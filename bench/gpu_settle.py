@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_nccl
+import gpu_rules
 
 from gradengine import (
     GradientEngine,
-    GradientError,
     GradientLayout,
     PerBlockGradientAccumulator,
     RawBuffer,
+    clip_by_global_norm,
     local_group,
 )
+from gradengine.errors import DeviceFailed
 from gradengine.exchange import Exchange
 
 ROOT = Path(__file__).parent.parent
@@ -115,20 +117,13 @@ def large_and_table_arguments(size: int = 33, replays: int = 3) -> None:
 @contextmanager
 def captured_by_another() -> Iterator[None]:
     """A graph that somebody else records, in the mode in which torch does; `Surprise` if that is void at the end."""
-    xp = cupy()
-    stream, scratch = xp.cuda.Stream(non_blocking=True), xp.zeros(4)
-    scratch.fill(1)  # loaded and launched before
-    xp.cuda.runtime.deviceSynchronize()
-    with stream:
-        stream.begin_capture(xp.cuda.runtime.streamCaptureModeGlobal)
-        scratch.fill(2)
-        try:
+    why: list[str] = []
+    try:
+        with gpu_rules.recorded(cupy()) as (_, why):
             yield
-        finally:
-            try:
-                stream.end_capture()
-            except Exception as fault:
-                raise Surprise(f"the other's capture is void: {fault}") from fault
+    finally:
+        if why:
+            raise Surprise(f"the other's capture is void: {why[0]}")
 
 
 def stepping_beside_a_capture() -> None:
@@ -165,23 +160,64 @@ def collected_in_a_capture() -> None:
         gc.collect()
 
 
+def rules_of_capture() -> None:
+    """Which of the calls that ours makes are refused, or void the graph that another thread records: a table."""
+    print(*gpu_rules.lines(gpu_rules.table(cupy())), sep="\n")
+
+
 # ---- faults ----
 
 
 def lost_device_is_told() -> None:
-    """After somebody's illegal access the verdict is an error, not one that never comes."""
+    """After somebody's illegal access each call that needs the device raises `DeviceFailed`, whichever comes first."""
     xp = cupy()
-    engine = engine_of([(ELEMENTS,)], max_norm=1.0)
-    engine.add([xp.ones(ELEMENTS, np.float32)])
-    engine.step()
+    calls = _calls_of_engines([xp.ones(ELEMENTS, np.float32)])
     xp.RawKernel('extern "C" __global__ void bad() { *(volatile int*)8 = 1; }', "bad")((1,), (1,), ())
-    time.sleep(0.5)  # until it has failed: to wait for the device would say so itself
+    with suppress(xp.cuda.runtime.CUDARuntimeError):
+        xp.cuda.runtime.deviceSynchronize()  # it tells CuPy, and none of ours
+    told = {name: _raised_by(call) for name, call in calls.items()}
+    said = "; ".join(f"{name}: {what}" for name, what in told.items())
+    if set(told.values()) != {DeviceFailed.__name__}:
+        raise Surprise(said)
+    print(said)
+
+
+def _calls_of_engines(gradients: list) -> dict[str, Callable[[], object]]:
+    """A call of each kind, of an engine of its own that is ready for it: what one engine knows another does not."""
+
+    def made(adds: int = 1, steps: int = 1) -> GradientEngine:
+        engine = engine_of([(ELEMENTS,)], max_norm=1.0)
+        for _ in range(steps):
+            engine.add(gradients)
+            engine.step()
+        for _ in range(adds - steps):
+            engine.add(gradients)
+        return engine
+
+    captured = made()
+    with captured.capture() as graph:
+        captured.add(gradients)
+        captured.step()
+    graph.replay()
+    clip_by_global_norm(gradients, 1.0)
+    return {
+        "latest_verdict": partial(getattr, made(), "latest_verdict"),
+        "add": partial(made().add, gradients),
+        "step": made(adds=2).step,
+        "replay": graph.replay,
+        "check": made().check,
+        "clip_by_global_norm": partial(clip_by_global_norm, gradients, 1.0),
+        "discard": made(adds=2).discard,
+        "state_dict": made().state_dict,
+    }
+
+
+def _raised_by(call: Callable[[], object]) -> str:
     try:
-        verdict = engine.latest_verdict
-    except GradientError as fault:
-        print(f"told: {fault}")
-    else:
-        raise Surprise(f"latest_verdict is {verdict}")
+        call()
+    except Exception as fault:  # noqa: BLE001  (whatever it is, it is the answer)
+        return type(fault).__name__
+    return "nothing"
 
 
 # ---- numbers ----
@@ -321,6 +357,15 @@ def two_ranks_by_nccl() -> None:
     expect([json.loads(words.splitlines()[-1]) for words, _ in said], [["nccl", *bits] for bits in found])
 
 
+def one_rank_by_nccl() -> None:
+    """A group of one by torch's NCCL: our memory and streams as torch's, and `all_to_all`, eager and captured."""
+    torch = _gpu_of("torch", lambda torch: torch.cuda.is_available())
+    if not torch.distributed.is_nccl_available():
+        raise NotHere("this torch has no NCCL")
+    with tempfile.TemporaryDirectory() as folder, gpu_nccl.group(0, 1, folder) as alone:
+        expect(gpu_nccl.moved_alone(cupy(), alone), [{value} for value in gpu_nccl.SENT])
+
+
 def _gpu_of(framework: str, has_gpu: Callable[[object], bool]):
     try:
         module = importlib.import_module(framework)
@@ -342,11 +387,13 @@ class Question:
         ask: Raises where the answer is a bad one.
         small: What to ask it with on tests/real_cupy; None where that cannot answer it.
         environment: Of its process.
+        lines: Of its output, from the end, that are kept.
     """
 
     ask: Callable[..., None]
     small: Mapping[str, int] | None = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    lines: int = 1
 
     @property
     def about(self) -> str:
@@ -361,11 +408,13 @@ QUESTIONS = {
     "large-and-table-arguments": Question(large_and_table_arguments, {"size": 2, "replays": 1}),
     "stepping-beside-a-capture": Question(stepping_beside_a_capture),
     "collected-in-a-capture": Question(collected_in_a_capture),
+    "rules-of-capture": Question(rules_of_capture, lines=len(gpu_rules.PROBES)),
     "bits-of-the-cpu": Question(bits_of_the_cpu),
     "same-norm": Question(same_norm, {"size": ELEMENTS, "runs": 3}),
     "managed-memory": Question(managed_memory),
     "torch-frees-at-once": Question(torch_frees_at_once),
     "jax-in-flight": Question(jax_in_flight),
+    "one-rank-by-nccl": Question(one_rank_by_nccl, small=None),
     "two-ranks-by-nccl": Question(two_ranks_by_nccl, small=None),
     "beyond-2-31": Question(beyond_2_31),
     "lost-device-is-told": Question(lost_device_is_told, small=None),
@@ -385,7 +434,8 @@ def answer(name: str, *, small: bool) -> dict[str, object]:
     except subprocess.TimeoutExpired:
         return ended(TIMED_OUT, f"no answer within {LIMIT:g} s")
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
-    return ended({0: PASSED, NOT_HERE: ABSENT}.get(done.returncode, FAILED), said[-1][:300])
+    kept = said[-question.lines :] if done.returncode == 0 else said[-1:]
+    return ended({0: PASSED, NOT_HERE: ABSENT}.get(done.returncode, FAILED), "\n".join(line[:300] for line in kept))
 
 
 def _ended(question: Question, began: float, outcome: str, said: str) -> dict[str, object]:

@@ -1,11 +1,16 @@
 """bench/gpu_settle.py: what becomes of answers; and the questions that the stand-in driver can answer, put to it."""
 
+import contextlib
 import json
 import os
+import sys
 
 import cuda_emulator
+import gpu_nccl
+import gpu_rules
 import gpu_settle
 import pytest
+from emulated_process_group import ProcessGroup, torch_with_nccl
 from gpu_settle import QUESTIONS, NotHere, Question, Surprise
 
 SCRIPT = """
@@ -97,6 +102,53 @@ def test_what_cannot_be_asked_here_is_no_failure(monkeypatch, capsys):
 
 
 # ---- on CuPy over the stand-in driver ----
+
+
+def test_the_table_of_what_a_capture_allows(emulated, capsys):
+    assert gpu_settle.main(["--one", "rules-of-capture", "--small"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(gpu_rules.PROBES)
+    assert QUESTIONS["rules-of-capture"].lines == len(lines)
+    void = "refused (cudaErrorStreamCaptureUnsupported), voids the capture"
+    assert {f"malloc: {void}; relaxed: fine", f"eventQuery: {void}; relaxed: fine", "memGetInfo: fine"} <= set(lines)
+    assert "isCapturing of it beside a blocking one: refused (cudaErrorStreamCaptureImplicit)" in "\n".join(lines)
+
+
+def test_a_probe_that_does_not_work_gives_no_table(emulated, monkeypatch):
+    monkeypatch.setattr(gpu_rules, "PROBES", {"x": gpu_rules.Probe(lambda xp, name: lambda: 1 / 0)})
+    with pytest.raises(gpu_rules.Broken, match="rule_0_default: ZeroDivisionError: division by zero"):
+        gpu_settle.main(["--one", "rules-of-capture"])
+    stream = emulated.kernels.xp.cuda.Stream
+    end_capture = stream.end_capture
+
+    def without_a_word(captured):
+        with contextlib.suppress(emulated.kernels.xp.cuda.runtime.CUDARuntimeError):
+            return end_capture(captured)
+
+    monkeypatch.setattr(stream, "end_capture", without_a_word)
+    with pytest.raises(gpu_rules.Broken, match="whole though its own stream was waited for"):
+        gpu_settle.main(["--one", "rules-of-capture"])
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_what_a_group_of_one_moves(is_moved, emulated, monkeypatch):
+    xp = emulated.kernels.xp
+    monkeypatch.setitem(sys.modules, "torch", torch_with_nccl(xp))
+    alone = ProcessGroup(xp, 1)
+    alone.as_rank(0)
+    if not is_moved:
+        alone.all_to_all = lambda *given: None
+    arrived = [{value if is_moved else 0.0} for value in gpu_nccl.SENT]
+    assert gpu_nccl.moved_alone(xp, alone) == arrived
+
+
+def test_each_call_that_does_not_tell_of_a_lost_device_is_named(emulated, monkeypatch):
+    """Here the device works, so that each of them does what it should, and tells nothing."""
+    monkeypatch.setattr(emulated.kernels.xp, "RawKernel", lambda code, name: lambda *given: None)
+    with pytest.raises(Surprise) as told:
+        gpu_settle.main(["--one", "lost-device-is-told"])
+    names = ("latest_verdict", "add", "step", "replay", "check", "clip_by_global_norm", "discard", "state_dict")
+    assert str(told.value) == "; ".join(f"{name}: nothing" for name in names)
 
 
 @pytest.mark.parametrize("name", ["first-launch-in-capture", "bits-of-the-cpu", "same-norm"])
