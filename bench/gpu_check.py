@@ -117,12 +117,14 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
         [settling(small=small), run_of_tests(found, small=small), sanitized("memcheck", "no access out of bounds")],
         [benchmark("parts", "the step's kernels, each by itself", 90, *parts, "hand-back")],
         [benchmark("parts-bf16", "the same of bf16", 90, *parts, "clip", *bf16)],
+        [measuring("loop", "a GPT's whole step by four loops", 60, small=small, needs=(TORCH,))],
         [benchmark("small", "small models; gradients that are None", 60, "step-few", "step-many", "half-none")],
         [benchmark("host", "the host's time for a call", 60, "host", "step-call")],
         [benchmark("more", "the rest of the kernels", 90, "window", "clip", "hand-back-bf16", "lora")],
         # From here on: what the first ten minutes do without.
         [benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, "step", *parts, *hand_back, *odd)],
         [benchmark("bf16-odd", "the same of bf16", 55, "step", *parts, *odd, *bf16)],
+        [measuring("counters", "what ncu counts in each kernel", 90, small=small)],
         [sanitized("racecheck", "no race in shared memory")],
         [benchmark("launches", "what a step asks of the device", 45, "launches", needs=(TORCH,))],
         [benchmark("compiled", "beside torch.compile", 180, "compiled", "--compile-limit", "70", needs=(TORCH,))],
@@ -132,6 +134,12 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
 def python(*words: str) -> tuple[str, ...]:
     """A command of this interpreter."""
     return (sys.executable, *words)
+
+
+def measuring(name: str, about: str, limit: float, *, small: bool, needs: tuple[str, ...] = ()) -> Stage:
+    """A script of its own, bench/gpu_<name>.py, that leaves reports as a benchmark does."""
+    words = (f"bench/gpu_{name}.py", *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
+    return Stage(name, about, python(*words), limit, needs)
 
 
 def settling(*, small: bool) -> Stage:
