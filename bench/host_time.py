@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from gradengine import GradientEngine, GradientLayout
+from gradengine.accumulate import groups
 from gradengine.bench.machine import machine, versions
 
 COUNTS = (34, 218, 1000)
@@ -78,10 +80,29 @@ def ours(count: int) -> Calls:
         turns.reverse()
         return timed(lambda: graph.repoint(turns[0]))
 
+    # As in a model whose blocks of nine tensors are too large to be joined with others.
+    blocks = GradientLayout.of({f"layers.{i // 9}.{i % 9}": (1,) for i in range(count)})
+    with patch.object(groups, "JOINED", 0):
+        hooked = GradientEngine(blocks, "cuda", max_norm=1.0, micro_batches=MICRO_BATCHES)
+        _ = hooked.accumulator.groups
+
+    def note(arrays: list[Any]) -> None:
+        with hooked.micro_batch() as micro_batch:
+            for slot, array in zip(reversed(blocks.slots), arrays, strict=True):
+                if micro_batch.note(slot.name, array):
+                    micro_batch.add_noted()
+
+    def notes() -> float:
+        batches = [arrays() for _ in range(MICRO_BATCHES)]
+        taken = sum(timed(lambda: note(batch)) for batch in batches)  # noqa: B023  (called at once)
+        hooked.step()
+        return taken / MICRO_BATCHES
+
     first, second, third, fourth, fifth, sixth = engine(), engine(), engine(hold=4), engine(), engine(), engine()
     return {
         "add, the same arrays": lambda: adds(first, lambda: known),
         "add, new arrays": lambda: adds(second, lambda: [arrays() for _ in range(MICRO_BATCHES)]),
+        "attach: noted, added by blocks": notes,
         "add, the same arrays, hold=4": lambda: adds(third, lambda: known),
         "step": lambda: step(fourth),
         "step(out=)": lambda: step(fifth, out),
@@ -95,11 +116,29 @@ def ours(count: int) -> Calls:
 def torchs(count: int) -> Calls:
     """Calls of torch for the same work."""
     torch = importlib.import_module("torch")
+    from gradengine.torch import attach, layout_of  # noqa: PLC0415  (an environment need not have torch)
+
     torch.set_num_threads(1)
     sums, gradients = ([torch.ones(1) for _ in range(count)] for _ in range(2))
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(count)]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+    weights = [[torch.nn.Parameter(torch.ones(1)) for _ in range(count)] for _ in range(2)]
+    engine = GradientEngine(layout_of(weights[1]), micro_batches=MICRO_BATCHES)
+    attached = attach(weights[1], engine)
+
+    def backward(parameters: list[Any]) -> float:
+        loss = torch.cat(parameters).sum()
+        taken = timed(loss.backward)
+        if parameters is weights[0]:
+            for parameter in parameters:
+                parameter.grad = None
+        elif engine.accumulator.accumulated_count == MICRO_BATCHES:
+            attached.step()
+            for parameter in parameters:
+                parameter.grad = None
+        return taken
 
     def window() -> None:
         for _ in range(MICRO_BATCHES):
@@ -110,6 +149,8 @@ def torchs(count: int) -> Calls:
         "torch foreach_add_": lambda: timed(lambda: torch._foreach_add_(sums, gradients)),
         "torch clip_grad_norm_": lambda: timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)),
         "torch 4 adds and a clip": lambda: timed(window),
+        "torch backward": lambda: backward(weights[0]),
+        "torch backward, attach on the CPU": lambda: backward(weights[1]),
     }
 
 
@@ -152,9 +193,9 @@ def main() -> None:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  (our own)
         for count, row in json.loads(told[told.index("{") :])["us"].items():
             found[int(count)] |= row
-    print(f"{'us of the host, tensors:':32}", *(f"{count:9}" for count in COUNTS))
+    print(f"{'us of the host, tensors:':34}", *(f"{count:9}" for count in COUNTS))
     for name in found[COUNTS[0]]:
-        print(f"{name:32}", *(f"{found[count][name]:9.1f}" for count in COUNTS))
+        print(f"{name:34}", *(f"{found[count][name]:9.1f}" for count in COUNTS))
     if arguments.json:
         sys.stdout.flush()
         report = {"us": found, "machine": machine(), "versions": versions()}

@@ -255,7 +255,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
         add = partial(self.accumulator.add_non_block, name, gradient, weight)
-        self._whole(self._add_part, self.accumulator.non_block_span(name), add, [gradient], truth_value("last", last))
+        self._whole(self._add_part, self.layout.non_block_span(name), add, [gradient], truth_value("last", last))
 
     def _add_part(
         self, span: Span, add: Callable[..., None], gradients: Gradients, last: bool, prefix: str = ""

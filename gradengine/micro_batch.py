@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, SupportsFloat, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.groups import Group, Noted
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
 from gradengine.errors import ExchangeError, Fixed, WindowError
@@ -40,6 +41,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         self._measure = self._sends = self._has_ended = False
         self._missing: dict[int | str, set[str]] = {}
         self._window: object = None  # the window in which it began
+        self._noted: Noted | None = None
 
     def add(self, name: str, gradient: object) -> None:
         """Add one component's gradient, which may be freed after this (with `hold=1`); several of one component add up.
@@ -57,6 +59,51 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         """
         self._whole(self._add, name, gradient)
 
+    def note(self, name: str, gradient: object) -> bool:
+        """Note one component's gradient, to be added with the rest of its block; till then it stays as it is.
+
+        This costs a fraction of `add`. At most one block's gradients are noted, or 1,048,576 elements.
+
+        Args:
+            name: The component.
+            gradient: As for `add`; it is kept alive. It is checked when it is added, and the first one now.
+
+        Returns:
+            Whether a block is complete, or as much is noted: then call `add_noted()`. `end()` adds the rest.
+
+        Raises:
+            LayoutMismatch: No such component.
+            BufferRefused, WindowError: As `add`.
+
+        Example:
+            >>> import numpy as np
+            >>> from gradengine import GradientEngine, GradientLayout
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,), "b": (1,)}))
+            >>> with engine.micro_batch() as micro_batch:
+            ...     for name, values in {"b": [0], "w": [3, 4]}.items():
+            ...         if micro_batch.note(name, np.array(values, np.float32)):
+            ...             micro_batch.add_noted()
+            >>> engine.step().norm
+            5.0
+        """
+        if self._noted is None or self._has_ended:
+            self._whole(self._begin, name, gradient)
+        assert self._noted is not None  # noqa: S101  (made by `_begin`)
+        try:
+            return self._noted.note(name, gradient)
+        except (KeyError, TypeError):
+            self._accumulator.layout.slot(name)  # raises
+            raise
+
+    def add_noted(self) -> None:
+        """Add what was noted: on a GPU one launch a block, on the current stream.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add`; the micro-batch is over then, and its window holds a
+                part of it.
+        """
+        self._whole(self._add_noted)
+
     def end(self) -> None:
         """End the micro-batch; leaving its `with` does so.
 
@@ -70,7 +117,8 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
 
         If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
-        if self._is_coming and (self._state is State.SENDING or not issubclass(fault, Exception)):
+        is_coming, self._has_ended = self._is_coming, True
+        if is_coming and (self._state is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
 
     def __enter__(self) -> MicroBatch:
@@ -94,36 +142,56 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         return self._accumulator.state.now
 
     def _add(self, name: str, gradient: Any) -> None:
-        begins = self._window is None
-        if begins:
-            self._look_for_room()
-        else:
-            self._refuse_if_over()
+        self._add_noted()
+        begins = self._look_for_room()
         self._accumulator.add_component(name, gradient, self._weight, begins=begins, measure=self._measure)
         if begins:
             self._window = self._accumulator.window
-        if self._sends:
-            span = self._accumulator.span_of(name)
-            self._missing[span.key].discard(name)
-            if not self._missing[span.key]:
-                self._send([span])
+        self._send_complete(self._accumulator.layout.span_of(name), [name])
+
+    def _begin(self, name: str, gradient: object) -> None:
+        """Begin to note gradients; the micro-batch may have begun by `add`."""
+        if self._look_for_room():
+            self._accumulator.begin_micro_batch(name, gradient, self._weight)
+            self._window = self._accumulator.window
+        self._noted = Noted(self._accumulator.groups)
+
+    def _add_noted(self) -> None:
+        if self._noted is None:
+            return
+        try:
+            for group, gradients in self._noted.taken():
+                self._refuse_if_over()
+                self._accumulator.add_group(group, gradients, self._weight, measure=self._measure)
+                self._send_group(group, gradients)
+        except BaseException as fault:
+            self.fail(type(fault))
+            raise
 
     def _end(self) -> None:
         if self._window is None:
             raise nothing_came(len(self._accumulator.layout.slots))
+        self._add_noted()
         self._refuse_if_over()
         self._accumulator.end_micro_batch()
         self._has_ended = True
         if self._sends:
             self._send(self._accumulator.layout.spans)
 
-    def _look_for_room(self) -> None:
-        """Raise `WindowError` if the window is full; else choose whether its blocks are measured or sent."""
+    def _look_for_room(self) -> bool:
+        """Whether the micro-batch begins; then choose whether its blocks are measured or sent.
+
+        Raises `WindowError` if it is over, or if the window is full.
+        """
+        if self._window is not None or self._has_ended:
+            self._refuse_if_over()
+            return False
         is_last = self._settings.is_last("the window", self._accumulator.accumulated_count)
         is_last, is_alone = is_last if self._last is None else self._last, self._reducer.workers.is_alone
         self._measure, self._sends = is_last and is_alone, is_last and not is_alone
         spans = self._accumulator.layout.spans if self._sends else ()
         self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}
+        return True
 
     def _refuse_if_over(self) -> None:
         if not self._is_coming:
@@ -132,6 +200,19 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
                 got="a call after its end(), or after its window was stepped or dropped",
                 do="begin another by engine.micro_batch()",
             )
+
+    def _send_group(self, group: Group, gradients: Sequence[object]) -> None:
+        if self._sends:
+            added = {s.name for s, gradient in zip(group.slots, gradients, strict=True) if gradient is not None}
+            for span in group.spans:
+                self._send_complete(span, added)
+
+    def _send_complete(self, span: Span, added: Iterable[str]) -> None:
+        """Send a span to the other workers if these components were its last."""
+        if self._sends and self._missing[span.key]:
+            self._missing[span.key].difference_update(added)
+            if not self._missing[span.key]:
+                self._send([span])
 
     def _send(self, spans: Sequence[Span]) -> None:
         try:

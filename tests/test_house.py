@@ -24,7 +24,7 @@ kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads ke
 kernels.launch kernels.cuda kernels
 tensor_parallel_cost elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
-accumulate.weighing accumulate.block accumulate.accumulator accumulate.gpu accumulate
+accumulate.weighing accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
 exchange.wire exchange.interface exchange.handshake exchange.tls exchange.environment exchange.rendezvous
 exchange.addresses exchange.reach exchange.links.link exchange.links.threads exchange.links.mpi

@@ -6,14 +6,18 @@ Its bits are those of one that comes whole: so say the tests of an engine's wind
 from functools import partial
 from unittest.mock import patch
 
+import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
 from devices import bits_of, number_of, on_host, put_all
+from hypothesis import given
+from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout
+from gradengine.accumulate import groups
 from gradengine.accumulate.state import State
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, PeerLost, WindowError
 
@@ -33,6 +37,14 @@ def come(engine, gradients, then=lambda: None, **options):
         for name, gradient in gradients.items():
             micro_batch.add(name, gradient)
         then()
+
+
+def come_noted(engine, gradients, **options):
+    """Note a micro-batch component by component, given as pairs, and add what is noted when it is due."""
+    with engine.micro_batch(**options) as micro_batch:
+        for name, gradient in gradients:
+            if micro_batch.note(name, gradient):
+                micro_batch.add_noted()
 
 
 def fail_by(fault):
@@ -64,6 +76,82 @@ def test_its_weight_is_the_number_that_it_began_with():
         weight[...] = 5
         micro_batch.add("b", np.float32([3]))
     assert engine.step().weight == 2.0
+
+
+class TestNoted:
+    @given(data=st.data())
+    def test_it_has_the_bits_of_one_that_is_added_component_by_component(self, backend, data):
+        """In any order, with components that are missing or come twice, whatever spans are joined."""
+        layout = data.draw(st.sampled_from([LAYOUT, TWO]))
+        names = st.lists(st.sampled_from([slot.name for slot in layout.slots]), min_size=1, max_size=8)
+        hold, weight = data.draw(st.integers(1, 3)), data.draw(draw.weights)
+        with patch.object(groups, "JOINED", data.draw(st.sampled_from([0, 12, 1 << 20]))):
+            engines = [GradientEngine(layout, backend.kernels, hold=hold, max_norm=0.5) for _ in range(2)]
+            for seed in range(data.draw(st.integers(1, 3))):
+                drawn = dict(
+                    zip((s.name for s in layout.slots), draw.random_gradients(seed, layout.slots), strict=True)
+                )
+                pairs = [(name, backend.put(drawn[name] * (1 + i))) for i, name in enumerate(data.draw(names))]
+                come_noted(engines[0], pairs, weight=weight)
+                with engines[1].micro_batch(weight) as micro_batch:
+                    for name, gradient in pairs:
+                        micro_batch.add(name, gradient)
+            found, expected = (engine.step() for engine in engines)
+        assert found.unused == expected.unused
+        assert number_of(found.norm) == number_of(expected.norm)
+        assert bits_of(found) == bits_of(expected)
+
+    def test_a_block_is_one_launch_and_small_ones_share_it(self, emulated):
+        """K + 2 launches of a window, and one a block and micro-batch; no table is copied after the first."""
+        layout = GradientLayout.of({f"layers.{i}.{name}": (64, 4) for i in range(6) for name in "abcdefghi"})
+        gradients = [(slot.name, emulated.put(np.ones(slot.shape, "f4"))) for slot in reversed(layout.slots)]
+        for joined, launches in ((0, 6), (2 * 9 * 256, 3), (1 << 20, 1)):
+            with patch.object(groups, "JOINED", joined):
+                engine = GradientEngine(layout, emulated.kernels, max_norm=1.0)
+                come_noted(engine, gradients)
+                engine.step()
+                with cuda_emulator.recorded() as record:
+                    for _ in range(2):
+                        come_noted(engine, gradients)
+                    engine.step()
+            assert len(record.launches) == 2 * launches + 2
+            assert record.copies == ["device to host"]  # the verdict's
+
+    def test_no_more_is_noted_than_the_largest_block_has(self, monkeypatch):
+        """Also where no block is complete before the end."""
+        monkeypatch.setattr(groups, "JOINED", 0)
+        layout = GradientLayout.of({f"layers.{i}.{name}": (8,) for i in range(5) for name in ("w", "b", "unused")})
+        engine, due = GradientEngine(layout), []
+        with engine.micro_batch() as micro_batch:
+            for slot in layout.slots:
+                if not slot.name.endswith("unused"):
+                    due.append(micro_batch.note(slot.name, np.ones(8, np.float32)))
+                    if due[-1]:
+                        micro_batch.add_noted()
+        assert due == [False, False, False, True, False, False, False, True, False, False]
+        assert engine.step().gradients["layers.4.w"].tolist() == [1] * 8
+
+    def test_a_bad_one_begins_nothing_or_ends_the_micro_batch(self):
+        engine = GradientEngine(LAYOUT)
+        micro_batch = engine.micro_batch()
+        for name, bad, error in (("head", np.ones(2), BufferRefused), ("tail", HEAD, LayoutMismatch)):
+            with pytest.raises(error, match=name):
+                micro_batch.note(name, bad)
+            assert not engine.has_open_window
+        micro_batch.note("head", HEAD)
+        with pytest.raises(WindowError, match="part of a micro-batch"):
+            engine.step()
+        with pytest.raises(LayoutMismatch, match="tail"):
+            micro_batch.note("tail", HEAD)
+        micro_batch.note("norm", np.ones(3))
+        with pytest.raises(BufferRefused, match="norm"):
+            micro_batch.add_noted()
+        for call in (micro_batch.end, lambda: micro_batch.note("head", HEAD), lambda: micro_batch.add("head", HEAD)):
+            with pytest.raises(WindowError, match="the micro-batch is over"):
+                call()
+        engine.discard()
+        come_noted(engine, gradients_of(1).items())
+        assert engine.step().micro_batches == 1
 
 
 class TestRefusals:

@@ -23,6 +23,7 @@ from torch_modules import loop_of_the_readme, needs_distributed  # noqa: E402
 
 import gradengine.torch.attached  # noqa: E402
 from gradengine import GradientEngine  # noqa: E402
+from gradengine.accumulate import groups  # noqa: E402
 from gradengine.accumulate.state import State  # noqa: E402
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient, WindowError  # noqa: E402
 from gradengine.torch import attach, give_gradients, gradients_of, layout_of, tensors_of  # noqa: E402
@@ -145,20 +146,57 @@ class TestAsTorchsOwnLoop:
         assert [p.grad.dtype for p in modules[0].parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
         assert modules[0][0].weight.grad.stride() == modules[0][0].weight.stride()
 
-    def test_a_gradient_is_freed_before_backward_makes_the_next(self):
+    @pytest.mark.parametrize("used", ["all", "all but the biases"])
+    def test_one_blocks_gradients_are_alive_beside_the_one_that_backward_makes(self, used, monkeypatch):
+        monkeypatch.setattr(groups, "JOINED", 0)
         layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-        attached = attach(layers, GradientEngine(layout_of(layers)))
-        made, alive = [], []
+        attached, made, alive = attach(layers, GradientEngine(layout_of(layers))), [], []
 
         def note(gradient):
             made.append(weakref.ref(gradient.untyped_storage()))
-            alive.append(sum(storage() is not None for storage in made))
+            alive.append(sum(storage().nbytes() for storage in made if storage() is not None))
 
         for parameter in layers.parameters():
             parameter.register_hook(note)
-        layers(torch.ones(1, 8)).sum().backward()
-        assert max(alive) == 1  # of 12 that torch would hold
-        del attached
+        block = 4 * (64 + 8)
+        x = torch.ones(1, 8)
+        for layer in layers:
+            x = torch.nn.functional.linear(x, layer.weight, layer.bias if used == "all" else None)
+        x.sum().backward()
+        assert 4 * 64 <= max(alive) <= block + 4 * 64  # of 6 blocks that torch would hold
+        assert attached.step().micro_batches == 1
+
+    def test_gradients_are_added_on_the_stream_that_made_them(self, monkeypatch):
+        """Streams are numbers that the CPU's device only notes."""
+        attached, ours, theirs, engines = pair()
+        streams, current, added = iter([7, 7, 7, *[8] * 6, 8, 8]), [], []
+        device, add_group = engines[0].accumulator.kernels.device, engines[0].accumulator.add_group
+        monkeypatch.setattr(attached, "_current_stream", lambda: next(streams))
+        monkeypatch.setattr(type(device), "on", lambda _, stream: contextlib.nullcontext(current.append(stream)))
+
+        def note(group, gradients, *given, **options):
+            added.append((current[-1], sum(gradient is not None for gradient in gradients)))
+            add_group(group, gradients, *given, **options)
+
+        monkeypatch.setattr(engines[0].accumulator, "add_group", note)
+        loss_of(ours, 0).backward()
+        by_hand(theirs, engines[1], loss_of(theirs, 0))
+        assert added == [(7, 3), (8, 5)]
+        assert_same_gradients(ours, theirs, attached.step() and engines[1].step())
+
+    def test_memory_to_which_backward_added_may_be_written_after_the_hook(self):
+        """As DistributedDataParallel does to its buckets, of which each `.grad` may be a view."""
+
+        def rewrite(bucket, _):
+            bucket.zero_()
+
+        attached, ours, theirs, engines = pair()
+        for parameter in ours.parameters():
+            parameter.grad = bucket = torch.zeros_like(parameter)
+            parameter.register_post_accumulate_grad_hook(partial(rewrite, bucket))
+        loss_of(ours, 0).backward()
+        by_hand(theirs, engines[1], loss_of(theirs, 0))
+        assert_same_gradients(ours, theirs, attached.step() and engines[1].step())
 
 
 class TestWaysOfBackward:
@@ -619,8 +657,9 @@ class TestSeveralWorkers:
         assert ours[0] == ours[1] == whole[0] == whole[1]
 
     @pytest.mark.parametrize("micro_batches", [2, None])
-    def test_blocks_leave_while_backward_runs_and_a_rank_may_have_none(self, micro_batches):
+    def test_blocks_leave_while_backward_runs_and_a_rank_may_have_none(self, micro_batches, monkeypatch):
         """Those of the last micro-batch; without a count of micro-batches `last` says which that is."""
+        monkeypatch.setattr(groups, "JOINED", 0)
         start = Net()
 
         def work(exchange):

@@ -19,18 +19,19 @@ import numpy.typing as npt
 
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.destinations import KnownDestinations
-from gradengine.accumulate.gradients import Gradients, NamedArrays, and_more, in_slot_order
+from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order
+from gradengine.accumulate.groups import Group, Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.weighing import Weighing
 from gradengine.accumulate.window import Flags, SavedWindow, Window, nothing_came
-from gradengine.arguments import as_index, said, truth_value, whole_number
+from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import CallerError, Fixed, LayoutMismatch, NotCopied, WindowError
+from gradengine.errors import CallerError, Fixed, NotCopied, WindowError
 from gradengine.kernels import Contribution, DeviceWeight, FoldPass, Kernels, SlotSet, Weight, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
-from gradengine.layout import NON_BLOCK_COMPONENTS, Block, GradientLayout, Slot, Span, refuse_no_layout
+from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
 
 
@@ -204,7 +205,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
             WindowError: The weight is bad, or is not that of this micro-batch's other parts.
         """
-        self._add_part(self.non_block_span(name), [gradient], weight, measure)
+        self._add_part(self.layout.non_block_span(name), [gradient], weight, measure)
 
     def add_component(
         self, name: str, gradient: object, weight: SupportsFloat = 1.0, *, begins: bool, measure: bool = False
@@ -224,11 +225,32 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             WindowError: The weight is bad, a component has fewer micro-batches than the others, or the component's
                 block is being sent to the other workers.
         """
-        call, slot, span = Call.BEGIN if begins else Call.COMPONENT, self.layout.slot(name), self.span_of(name)
-        if not begins and self._of_span[span.key] in self._left:
-            self.state.ask(call)
-            raise self._on_its_way(span.called, do="use micro_batch(last=False) if a component is added more than once")
+        call, slot, span = Call.BEGIN if begins else Call.COMPONENT, self.layout.slot(name), self.layout.span_of(name)
+        if not begins:
+            self._refuse_on_its_way(span)
         self._add(call, self._of_slot[name], (slot,), f"component '{name}'", [gradient], weight, measure)
+
+    def begin_micro_batch(self, name: str, gradient: object, weight: SupportsFloat = 1.0) -> None:
+        """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added.
+
+        Raises:
+            LayoutMismatch, BufferRefused, WindowError: As `add_component`; nothing has begun then.
+        """
+        added, slot = self.state.ask(Call.BEGIN), self.layout.slot(name)
+        given = self.weighing.checked(weight)
+        self._window.refuse_lagging(self.layout.slots)
+        self._intake.check(slot, gradient)
+        scalar = self.weighing.placed(given, self._window, self._all, begins=True)
+        self.state.now = added  # first, so that after an interrupt nothing goes on with a window that is half begun
+        self._window.begin(scalar)
+
+    def add_group(
+        self, group: Group, gradients: Sequence[object], weight: SupportsFloat = 1.0, *, measure: bool = False
+    ) -> None:
+        """Add a gradient, or None, for each component of one of `groups`, in order; otherwise as `add_component`."""
+        for span in group.spans:
+            self._refuse_on_its_way(span)
+        self._add(Call.COMPONENT, group.slot_set, group.slots, "a group", gradients, weight, measure)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch that is added component by component: components not added had no gradient in it."""
@@ -307,7 +329,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
                     self._zero(self._all, empty)
                     self.kernels.scale(targets, np.float32(-1), targets)
             return
-        self._refuse_lagging()
+        self._window.refuse_lagging(self.layout.slots)
         self._flush(self._all, asked, measure=measure)
 
     def changing(self, over: State | None = None) -> AbstractContextManager[None]:
@@ -346,24 +368,6 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         """A slot's part of the arena."""
         return self.arena.targets[self._position[slot.name]]
 
-    def non_block_span(self, name: str | int) -> Span:
-        """The span of a component outside the blocks, by name or id; raises `LayoutMismatch` if there is none."""
-        if not isinstance(name, str):
-            number = as_index(name)
-            if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
-                expected = f"a name, or 0, 1 or 2 for {NON_BLOCK_COMPONENTS}"
-                raise LayoutMismatch("unknown non-block id", got=said(name), expected=expected)
-            name = NON_BLOCK_COMPONENTS[number]
-        slot = self.layout.slot(name)
-        if slot.block is not None:
-            raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block for it")
-        return self.layout.spans_by_key[name]
-
-    def span_of(self, name: str) -> Span:
-        """A component's block, or its own span if it is in none; raises `LayoutMismatch` for an unknown component."""
-        slot = self.layout.slot(name)
-        return self.layout.spans_by_key[slot.name if slot.block is None else slot.block]
-
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
 
@@ -398,6 +402,13 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         sets = {slot.name: alone.get(slot.name) or self._slot_set([slot]) for slot in self.layout.slots}
         self.kernels.prepare(self.arena, [*sets.values()])
         return sets
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The groups that components are added in, where backward makes their gradients one by one."""
+        groups = Groups(self.layout, self._all, self._of_span)
+        self.kernels.prepare(self.arena, [group.slot_set for group in groups.all])
+        return groups
 
     # ---- saved and loaded ----
 
@@ -436,18 +447,6 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             with self.changing():
                 self._fold(self._window.held_passes(self._all), measure=False)
 
-    def _refuse_lagging(self) -> None:
-        window = self._window
-        lagging = np.flatnonzero(window.counts < len(window.weights)).tolist()
-        if lagging:
-            slot = self.layout.slots[lagging[0]]
-            raise WindowError(
-                f"component '{slot.name}'{and_more(lagging)} lacks part of the window",
-                got=f"{window.counts[lagging[0]]} micro-batches",
-                expected=f"{len(window.weights)} as the others have",
-                do="add what is missing; None stands for a component without a gradient",
-            )
-
     def _add_part(
         self, span: Span, gradients: Gradients, weight: SupportsFloat, measure: bool, prefix: str = ""
     ) -> None:
@@ -456,6 +455,11 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
             raise self._on_its_way(span.called)
         self._add(Call.ADD_PART, slot_set, span.slots, span.called, gradients, weight, measure, prefix)
+
+    def _refuse_on_its_way(self, span: Span) -> None:
+        if self._of_span[span.key] in self._left:
+            self.state.ask(Call.COMPONENT)
+            raise self._on_its_way(span.called, do="use micro_batch(last=False) if a component is added more than once")
 
     def _on_its_way(self, what: str, do: str | None = None) -> WindowError:
         return WindowError(
@@ -495,7 +499,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         if call is Call.ADD and all(source is None for source in sources):
             raise nothing_came(len(sources))
         if call is Call.BEGIN:
-            self._refuse_lagging()
+            self._window.refuse_lagging(self.layout.slots)
         contribution = self._intake.contribution(slot_set, slots, sources)
         self._window.refuse_other_weight(slot_set, given, where)
         scalar = self.weighing.placed(given, self._window, slot_set, begins=call is Call.BEGIN)
@@ -591,10 +595,5 @@ class PerBlockGradientAccumulator(GradientAccumulator):
         copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
-        super().__init__(
-            layout,
-            kernels_for("cpu" if kernels is None else kernels),
-            hold,
-            copy_strided=copy_strided,
-            is_shared=is_shared,
-        )
+        chosen = kernels_for("cpu" if kernels is None else kernels)
+        super().__init__(layout, chosen, hold, copy_strided=copy_strided, is_shared=is_shared)

@@ -102,7 +102,7 @@ class GpuGradientAccumulator(GradientAccumulator):
             LayoutMismatch: No such component outside the blocks, or another shape.
             BufferRefused: The buffer cannot be written in place.
         """
-        span = self.non_block_span(name)
+        span = self.layout.non_block_span(name)
         self._copy(span.slots, [destination], span.called)
 
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:

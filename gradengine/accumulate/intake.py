@@ -80,6 +80,12 @@ class Intake:
         self._remember(sets, sources, resolved)
         return contribution
 
+    def check(self, slot: Slot, source: Any) -> None:
+        """Raise `LayoutMismatch` or `BufferRefused` for a gradient that `contribution` would refuse."""
+        if self._copy_strided:
+            source = in_c_order(source, slot.name, slot.shape)
+        self._views((slot,), (source,))
+
     def _of_numpy(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
     ) -> Contribution:

@@ -9,6 +9,7 @@ from typing import SupportsFloat
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.accumulate.gradients import and_more
 from gradengine.arguments import as_float, out_of_range, said
 from gradengine.arrays.device import DeviceNumber
 from gradengine.arrays.streams import ProducerStream
@@ -117,6 +118,17 @@ class Window:
                     expected="each micro-batch's gradients to stay as they are until they are folded",
                     do="use hold=1, or do not change or free them; this window is lost: discard() it",
                 )
+
+    def refuse_lagging(self, slots: Sequence[Slot]) -> None:
+        """Raise `WindowError` if a component has fewer micro-batches than another."""
+        lagging = np.flatnonzero(self.counts < len(self.weights)).tolist()
+        if lagging:
+            raise WindowError(
+                f"component '{slots[lagging[0]].name}'{and_more(lagging)} lacks part of the window",
+                got=f"{self.counts[lagging[0]]} micro-batches",
+                expected=f"{len(self.weights)} as the others have",
+                do="add what is missing; None stands for a component without a gradient",
+            )
 
     def begin(self, weight: Weight) -> None:
         """Begin a micro-batch that is added component by component, some perhaps twice, and some not at all."""

@@ -76,8 +76,7 @@ class CudaKernels(Kernels):
 
     def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
         """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
-        for slots in slot_sets:
-            self._table_of(arena, slots)
+        self._prepare(arena, slot_sets)
         if plan is not None:
             memory = self.decision(arena, plan).memory
             memory.of_all = arena.targets, self._table_of_all(arena)
@@ -253,12 +252,15 @@ class CudaKernels(Kernels):
 
     def _table_of(self, arena: Arena, slots: SlotSet) -> Table:
         """K1's table for these targets."""
-        table: Table | None = arena.prepared.get(slots)
-        if table is None:
-            targets, first = arena.targets, arena.partials.first
-            entries = [Entry(targets[p].pointer, targets[p].size, first[p]) for p in slots.positions]
-            table = arena.prepared[slots] = self._launches.table(entries, arena.partials.chunk)
+        if slots not in arena.prepared:
+            self._prepare(arena, [slots])
+        table: Table = arena.prepared[slots]
         return table
+
+    def _prepare(self, arena: Arena, slot_sets: Sequence[SlotSet]) -> None:
+        targets, first = arena.targets, arena.partials.first
+        sets = [[Entry(targets[p].pointer, targets[p].size, first[p]) for p in slots.positions] for slots in slot_sets]
+        arena.prepared.update(zip(slot_sets, self._launches.tables(sets, arena.partials.chunk), strict=True))
 
     def _table_to_measure(self, arena: Arena, positions: Sequence[int] | None) -> Table:
         partials = _of_device(arena)

@@ -13,6 +13,7 @@ evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -90,30 +91,53 @@ class Tables:
 
     def of(self, entries: Sequence[Entry], chunk: int, stream: int = 0) -> Table:
         """The table of these entries, made at the first call, in memory of the stream with that handle."""
-        key = (chunk, tuple(entries))
+        return self.all_of([entries], chunk, stream)[0]
+
+    def all_of(self, sets: Sequence[Sequence[Entry]], chunk: int, stream: int = 0) -> list[Table]:
+        """The tables of several sets of entries; those that are new go to the device together."""
+        keys = [(chunk, tuple(entries)) for entries in sets]
         with self._lock:  # engines in several threads share one device's tables
-            if key not in self._made:
+            found = {key: self._made[key] for key in keys if key in self._made}
+            new = [key for key in dict.fromkeys(keys) if key not in found]
+            for key, table in zip(new, self._make([key[1] for key in new], chunk, stream), strict=True):
                 self._make_room()
-                self._made[key] = self._make(entries, chunk, stream)
-            return self._made[key]
+                found[key] = self._made[key] = table
+        return [found[key] for key in keys]
 
     def _make_room(self) -> None:
         """Drop the oldest tables if there are too many."""
         while len(self._made) >= _TABLES:
             self._made.pop(next(iter(self._made)))
 
-    def _make(self, entries: Sequence[Entry], chunk: int, stream: int) -> Table:
-        targets = np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET)
-        chunks = [-(-e.size // chunk) for e in entries]
-        rows = np.empty(sum(chunks), _ROW)
-        rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
-        rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
-        table = Table(len(entries), len(rows), chunk, self._bytes(rows), self._bytes(targets), stream, {})
-        weakref.finalize(table, self._dropped, table.uses.values(), (table.rows, table.targets)).atexit = False
-        return table
+    def _make(self, sets: Sequence[tuple[Entry, ...]], chunk: int, stream: int) -> list[Table]:
+        if not sets:
+            return []
+        targets = [np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET) for entries in sets]
+        rows = [_rows_of(entries, chunk) for entries in sets]
+        made = [
+            Table(len(there), len(row), chunk, row_bytes, target_bytes, stream, {})
+            for there, row, row_bytes, target_bytes in zip(
+                targets, rows, self._uploaded(rows), self._uploaded(targets), strict=True
+            )
+        ]
+        for table in made:
+            weakref.finalize(table, self._dropped, table.uses.values(), (table.rows, table.targets)).atexit = False
+        return made
 
-    def _bytes(self, array: npt.NDArray[Any]) -> Any:
-        return self._upload(array.view(np.uint8)) if array.size else None
+    def _uploaded(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
+        """The bytes of each array on the device, in one copy; None for an empty one."""
+        whole = np.concatenate(arrays).view(np.uint8)
+        there: Any = self._upload(whole) if whole.size else None
+        stops = list(itertools.accumulate([array.nbytes for array in arrays]))
+        return [there[stop - a.nbytes : stop] if a.size else None for a, stop in zip(arrays, stops, strict=True)]
+
+
+def _rows_of(entries: Sequence[Entry], chunk: int) -> npt.NDArray[Any]:
+    chunks = [-(-entry.size // chunk) for entry in entries]
+    rows = np.empty(sum(chunks), _ROW)
+    rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
+    rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
+    return rows
 
 
 def by_value(
@@ -170,7 +194,11 @@ class Launches:
 
     def table(self, entries: Sequence[Entry], chunk: int) -> Table:
         """The table of these entries, made at the first call."""
-        return self._tables.of(entries, chunk, self._device.giving_stream().ptr)
+        return self.tables([entries], chunk)[0]
+
+    def tables(self, sets: Sequence[Sequence[Entry]], chunk: int) -> list[Table]:
+        """The tables of several sets of entries; those that are new go to the device in one copy."""
+        return self._tables.all_of(sets, chunk, self._device.giving_stream().ptr)
 
     def over(
         self,

@@ -265,6 +265,24 @@ class GradientLayout(Fixed):
             )
         return self._by_name[name]
 
+    def span_of(self, name: str) -> Span:
+        """A component's block, or its own span if it is in none; raises `LayoutMismatch` for an unknown component."""
+        slot = self.slot(name)
+        return self.spans_by_key[slot.name if slot.block is None else slot.block]
+
+    def non_block_span(self, name: str | int) -> Span:
+        """The span of a component outside the blocks, by name or id; raises `LayoutMismatch` if there is none."""
+        if not isinstance(name, str):
+            number = as_index(name)
+            if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
+                expected = f"a name, or 0, 1 or 2 for {NON_BLOCK_COMPONENTS}"
+                raise LayoutMismatch("unknown non-block id", got=said(name), expected=expected)
+            name = NON_BLOCK_COMPONENTS[number]
+        slot = self.slot(name)
+        if slot.block is not None:
+            raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block for it")
+        return self.spans_by_key[name]
+
     def block(self, index: int) -> Block:
         """Block `index`, counted from 0.
 

@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, TracebackType
@@ -30,6 +30,8 @@ from gradengine.torch.weights import refuse_other_weights
 # torch's private names: without them a backward has to be in a `with`.
 _current_graph_task = getattr(torch._C, "_current_graph_task_id", None)
 _queue_callback = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_note = MicroBatch.note  # before gradengine.torch keeps it from torch.compile: the hooks that call it are kept already
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -99,18 +101,21 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._of_backward: MicroBatch | None = None  # of a backward without one,
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
-        self._old: set[str] = set()  # parameters with a .grad as backward came to them
+        self._old: dict[str, bool] = {}  # parameters with a .grad as backward came to them: whether it is an old one
+        self._orders = engine.layout.orders
+        self._current_stream = _reader_of_streams(engine.accumulator.kernels.device.name)
+        self._stream: int | None = None  # on which the gradients that are noted were made
         self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
+        _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
-        own, take = weakref.ref(self), weakref.WeakMethod(self._take)
-        called_before, called = map(torch.compiler.disable, (_look, _call))
+        own = weakref.ref(self)
+        called_before, called, refuse = map(torch.compiler.disable, (_look, _take, _refuse_early))
         handles: list[Any] = []
         for name, parameter in parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
             handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(called, take, name)))
-        refuse = weakref.WeakMethod(self._refuse_early_optimizer)
-        handles.append(register_optimizer_step_post_hook(partial(called, refuse)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(called, own, name)))
+        handles.append(register_optimizer_step_post_hook(partial(refuse, own)))
         self._remove = weakref.finalize(self, _remove_all, handles)
         engine.accumulator.state.hooks = self._remove
         _live.add(self)
@@ -193,7 +198,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
         if loss_scale is not None and unscale:
             _refuse_updated(used, self._scales or {})
-        with self._on_torchs_stream():
+        with self._on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
         is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
@@ -231,12 +236,20 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     def _enter(self, micro_batch: MicroBatch) -> None:
         """Let the next gradients go into this micro-batch."""
+        self._note_scales()
         self._within, self._unentered = micro_batch, None
+
+    def _note_scales(self) -> None:
+        """Note how the scalers are as a window begins."""
+        if not self._engine.has_open_window:
+            self._scales = _versions()
 
     def _leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
         """Let no more gradients go into this micro-batch: it is over, or its backward failed."""
         self._within = None
-        with self._on_torchs_stream():
+        if fault[0] is None:
+            self._add_noted(micro_batch)
+        with self._on(self._current_stream()):
             micro_batch.__exit__(*fault)
 
     def _note_old(self, name: str, old: torch.Tensor | None) -> None:
@@ -244,47 +257,60 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         given = self._given.get(name)
         is_given = given is not None and given() is old  # noted also as zeros, which lie in the engine's memory
         # DistributedDataParallel leaves zeros after the sum of its own.
-        is_old = old is not None and not self._pauses and (is_given or bool(old.any()))
-        (self._old.add if is_old else self._old.discard)(name)
+        if old is None or self._pauses:
+            self._old.pop(name, None)
+        else:
+            self._old[name] = is_given or bool(old.any())
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._pauses:
             return
-        try:
-            if name in self._old:
-                raise BufferRefused(
-                    f"parameter '{name}' has an old .grad, to which backward added",
-                    do="call zero_grad(), with set_to_none=True, after each optimizer.step(); or, for another model's "
-                    "loss, use `with attached.paused():`",
-                )
-            if parameter.grad is None:
-                raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
-            if self._scales is None or not self._engine.has_open_window:
-                self._scales = _versions()
-            micro_batch = self._within or self._of_this_backward(name)
-            with self._on_torchs_stream():
-                micro_batch.add(name, self._in_layouts_order(name, parameter.grad.detach()))
-        finally:
-            parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        is_anothers = name in self._old  # backward added to memory of another's
+        if is_anothers and self._old[name]:
+            raise BufferRefused(
+                f"parameter '{name}' has an old .grad, to which backward added",
+                do="call zero_grad(), with set_to_none=True, after each optimizer.step(); or, for another model's "
+                "loss, use `with attached.paused():`",
+            )
+        if gradient is None:
+            raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
+        micro_batch = self._within or self._of_this_backward(name)
+        if gradient.requires_grad:  # as create_graph makes it
+            gradient = gradient.detach()
+        if name in self._orders or not parameter.is_contiguous():
+            gradient = self._in_layouts_order(name, parameter, gradient)
+        stream = self._current_stream()
+        if stream != self._stream:  # torch orders work on other streams at the end of backward alone
+            self._add_noted(micro_batch)
+            self._stream = stream
+        if _note(micro_batch, name, gradient) or is_anothers:
+            self._add_noted(micro_batch)
 
-    def _in_layouts_order(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        order = memory_order(self._parameters[name])
-        refuse_other_order(name, order, self._engine.layout.orders.get(name))
+    def _add_noted(self, micro_batch: MicroBatch) -> None:
+        """Add what is noted, on the stream that made it: torch may give freed memory to later work there at once."""
+        with self._on(self._stream):
+            micro_batch.add_noted()
+
+    def _in_layouts_order(self, name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        order = memory_order(parameter)
+        refuse_other_order(name, order, self._orders.get(name))
         return gradient if order is None else gradient.permute(order)
 
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
+        if self._of_backward and _current_graph_task and _current_graph_task() == self._backward:
+            return self._of_backward
         if _current_graph_task is None or _queue_callback is None or _is_compiled():
             raise CallerError(
                 f"the end of the backward that made the gradient of '{name}' cannot be seen",
                 got=f"compiled autograd, or an unknown torch: {torch.__version__}",
                 do="use `with attached.micro_batch():` around each backward",
             )
-        number = _current_graph_task()
-        if self._of_backward is not None and (number == self._backward or _is_nested()):
-            return self._of_backward
         if _is_nested():
+            if self._of_backward is not None:
+                return self._of_backward
             raise WindowError(
                 f"the first gradient, that of '{name}', was made in a backward within a backward",
                 got="a backward that ends before the micro-batch",
@@ -295,14 +321,16 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             what = "a micro_batch() was made, and backward ran outside of it"
             raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
         self._drop_unfinished()
-        self._of_backward, self._backward = self._engine.micro_batch(), number
+        self._note_scales()
+        self._of_backward, self._backward = self._engine.micro_batch(), _current_graph_task()
         _queue_callback(self._end_of_backward)
         return self._of_backward
 
     def _end_of_backward(self) -> None:
         micro_batch, self._of_backward = self._of_backward, None
         if micro_batch is not None:
-            with self._on_torchs_stream():
+            self._add_noted(micro_batch)
+            with self._on(self._current_stream()):
                 micro_batch.end()
 
     def _drop_unfinished(self) -> None:
@@ -312,10 +340,9 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
-    def _on_torchs_stream(self) -> AbstractContextManager[object]:
-        """A context in which a GPU engine's work is queued on torch's current stream, so that no event is needed."""
-        device = self._engine.accumulator.kernels.device
-        return device.on(None if device.name == "cpu" else torch.cuda.current_stream(torch.device(device.name)))
+    def _on(self, stream: int | None) -> AbstractContextManager[object]:
+        """A context in which a GPU engine's work is queued on one of torch's streams, so that no event is needed."""
+        return self._engine.accumulator.kernels.device.on(stream)
 
     # ---- the step ----
 
@@ -334,7 +361,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
-    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
 
         Not before it: its own hooks, or a closure, may step the engine.
@@ -415,11 +442,26 @@ def _look(
         owner._note_old(name, found.grad)
 
 
-def _call(method: weakref.WeakMethod[Any], *given: Any) -> None:
-    """Call a method of an object, if the object is still there."""
-    bound = method()
-    if bound is not None:
-        bound(*given)
+def _take(attached: weakref.ref[Attached], name: str, parameter: torch.nn.Parameter) -> None:
+    owner = attached()
+    if owner is not None:
+        owner._take(name, parameter)
+
+
+def _refuse_early(attached: weakref.ref[Attached], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    owner = attached()
+    if owner is not None:
+        owner._refuse_early_optimizer(optimizer)
+
+
+def _reader_of_streams(device: str) -> Callable[[], int | None]:
+    """A function that returns the handle of torch's current stream on a GPU; None on the CPU."""
+    if device == "cpu":
+        return lambda: None
+    index = torch.device(device).index
+    if _raw_stream is not None:
+        return partial(_raw_stream, index)
+    return lambda: torch.cuda.current_stream(index).cuda_stream
 
 
 def _remove_all(handles: Iterable[Any]) -> None:
