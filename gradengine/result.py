@@ -140,6 +140,9 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             >>> metrics["grad_norm"], metrics["clip_scale"], metrics["clipped"]
             (5.0, 0.2, 1.0)
         """
+        return self._accumulator.kernels.device.relaxed(self._read_metrics, truth_value("blocks", blocks))
+
+    def _read_metrics(self, blocks: bool) -> dict[str, float]:
         scale, (total, waited) = float(self.scale), self._decided.took
         found = {
             "grad_norm": float(self.norm),
@@ -155,7 +158,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             found["loss_scale"] = float(self._decided.loss_scale)
         groups = self.group_norms if len(self._group_names) > 1 else {}
         parts: dict[str, Any] = {}
-        if truth_value("blocks", blocks):
+        if blocks:
             layout = self._accumulator.layout
             names = [block.name for block in layout.blocks]
             norms = zip(layout.slots, self.component_norms, strict=True)

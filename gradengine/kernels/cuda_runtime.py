@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Graph
+from gradengine.kernels.device import Answer, Device, Graph
 from gradengine.kernels.events import Events, Kept
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -25,6 +26,14 @@ _POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of
 
 class _Thread:
     """A thread, while it runs."""
+
+
+class _Pinned:
+    """Pinned memory of the driver's own, in the form that CuPy takes; whoever drops it voids no capture."""
+
+    def __init__(self, runtime: Any, nbytes: int, relaxed: Callable[..., Any]) -> None:
+        self.size, self.ptr = nbytes, relaxed(runtime.hostAlloc, nbytes, runtime.hostAllocPortable)
+        weakref.finalize(self, relaxed, runtime.freeHost, self.ptr).atexit = False
 
 
 class CudaRuntime(Device):
@@ -45,6 +54,10 @@ class CudaRuntime(Device):
         if self.xp.cuda.runtime.getDevice() == self.ordinal:
             return _NOTHING
         return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
+
+    def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
+        """See `Device.relaxed`."""
+        return self.events.relaxed(call, *arguments)
 
     def is_capturing(self) -> bool:
         return bool(self.current_stream().is_capturing())
@@ -120,9 +133,9 @@ class CudaRuntime(Device):
         nbytes, cuda = count * np.dtype(dtype).itemsize, self.xp.cuda
         with self.active():
             if nbytes > _POOLED:
-                memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes, cuda.runtime.hostAllocPortable), 0)
+                memory = cuda.PinnedMemoryPointer(_Pinned(cuda.runtime, nbytes, self.relaxed), 0)
             else:
-                memory = cuda.alloc_pinned_memory(nbytes)
+                memory = self.relaxed(cuda.alloc_pinned_memory, nbytes)
         return np.frombuffer(memory, dtype, count)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
@@ -188,7 +201,7 @@ class CudaRuntime(Device):
         The memory is allocated on the current stream, so that once dropped it is reused only after the work that still
         uses it. Earlier work may still use it now: this waits for that.
         """
-        return self.events.relaxed(self._uploaded, array)
+        return self.relaxed(self._uploaded, array)
 
     def _uploaded(self, array: npt.NDArray[Any]) -> Any:
         with self.active():
@@ -201,7 +214,7 @@ class CudaRuntime(Device):
 
     def fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
         """Copy host values into an uploaded array that no work uses yet, and wait."""
-        self.events.relaxed(self._fill, memory, array)
+        self.relaxed(self._fill, memory, array)
 
     def _fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
         with self.active():
@@ -214,13 +227,13 @@ class CudaRuntime(Device):
         on_host = np.empty(array.shape, array.dtype)  # without it CUPY_ENABLE_UMP=1 gives a view, and does not wait
         with self.active():
             self._uploads.wait_event(behind)
-            array.get(stream=self._uploads, out=on_host)
+            self.relaxed(lambda: array.get(stream=self._uploads, out=on_host))
         return on_host
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         self.let_go()
         try:
-            return self.xp.empty(shape, dtype)
+            return self.relaxed(self.xp.empty, shape, dtype)
         except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
             if self.kept and not self.is_capturing():
                 self.kept.wait()

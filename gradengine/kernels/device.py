@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
 from gradengine.kernels.operands import Contribution, Destinations, FoldPass
+
+Answer = TypeVar("Answer")
 
 
 class Graph(AbstractContextManager["Graph"], ABC):
@@ -107,6 +109,10 @@ class Device(ABC):
     @abstractmethod
     def on(self, stream: object) -> AbstractContextManager[object]:
         """A context in which work is queued on a stream; None is the current one. `CallerError` without streams."""
+
+    def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Make a call that may wait for the device or its driver, and voids no graph that another thread records."""
+        return call(*arguments)
 
     @abstractmethod
     def is_capturing(self) -> bool:
