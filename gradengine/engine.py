@@ -18,7 +18,7 @@ from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_g
 from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.deferred import DeferredErrors
-from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
+from gradengine.errors import CallerError, DeviceFailed, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
@@ -186,6 +186,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
         None until the first report has arrived, and on the CPU, where each step's result has it at once.
         """
+        self._kernels.device.refuse_failed(asks=True)
         return self._late.latest()
 
     @property
@@ -475,10 +476,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self.accumulator.load(checkpoint.window)
 
     def check(self) -> None:
-        """Wait for a GPU's steps, and raise the `NonFiniteGradient` that no call has raised yet.
-
-        Call it at the end of training, and before a checkpoint.
-        """
+        """Wait for a GPU's steps, and raise the error that no call has raised yet: at the end, before a checkpoint."""
         self._late.wait()
         self._late.raise_pending()
 
@@ -488,10 +486,11 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         With an exchange, call it on every rank. A step that all workers agreed on, or that a lone worker decided,
         counts as made. If parts of the window were sent already, or a call was interrupted, the exchanges are closed:
         go on with `reconnect`. If some ranks applied a step's gradients and others dropped them, `reconnect` refuses:
-        restart all from one checkpoint.
+        restart all from one checkpoint. On a GPU that has failed it raises `DeviceFailed`, as each call does.
         """
         if self._capture is not None:
             self._capture.abandon()
+        self._kernels.device.refuse_failed(asks=True)
         self._reducer.discard(is_queued=self._late.drop(self.current_step))
 
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
@@ -518,14 +517,14 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
     def _whole(self, call: Callable[Arguments, Answer], *given: Arguments.args, **named: Arguments.kwargs) -> Answer:
         """Make a call; if it is interrupted, leave the step broken and close the exchanges, so that no worker waits.
 
-        After an error of ours or of the caller's own objects the state is what it was, unless memory was written.
+        Likewise where the device fails. After another error the state is what it was, unless memory was written.
         """
         step = self.current_step
         try:
             return call(*given, **named)
         except BaseException as fault:
             is_broken = self._state.now is State.BROKEN and not isinstance(fault, GradientError)
-            if is_broken or not isinstance(fault, Exception):
+            if is_broken or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
                 self._reducer.break_off(step)
             raise
 

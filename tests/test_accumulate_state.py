@@ -12,6 +12,7 @@ from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulat
 from gradengine.accumulate.state import TABLE, Call, Event, Refusal, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
 from gradengine.exchange.linked import Exchange
+from gradengine.kernels.host_device import HostDevice
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
 
@@ -273,7 +274,7 @@ def test_a_discard_that_is_interrupted_at_any_line_is_over_or_can_be_called_agai
 
 def test_what_cannot_happen_in_a_state_is_no_refusal_but_a_fault():
     with pytest.raises(KeyError):
-        StepState().enter(Event.SEND)
+        StepState(HostDevice()).enter(Event.SEND)
 
 
 def test_an_accumulator_without_an_engine_drops_a_broken_window_by_zero_all():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
+from ranks import on_ranks
 from transports import (
     SMALL,
     SOON,
@@ -17,7 +20,14 @@ from transports import (
 )
 
 from gradengine import GradientEngine
-from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, NonFiniteGradient, PeerLost
+from gradengine.errors import (
+    DeviceFailed,
+    ExchangeError,
+    GradientError,
+    HandshakeRefused,
+    NonFiniteGradient,
+    PeerLost,
+)
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
@@ -314,3 +324,22 @@ def test_a_rank_that_was_told_what_it_missed_does_not_take_its_sums_for_its_own_
         return True
 
     assert on_all(work, local_group(WORLD, timeout=SOON)) == [True] * WORLD
+
+
+def test_a_rank_whose_device_fails_leaves_the_group_at_once():
+    """No other rank waits for its time limit."""
+    over = threading.Barrier(2)
+
+    def failed(*_, **__):
+        raise DeviceFailed("work on the GPU ended in an error")
+
+    def work(exchange):
+        engine = GradientEngine(SMALL, exchange=exchange)
+        if exchange.rank == 1:
+            engine.accumulator.add = failed
+        with pytest.raises(DeviceFailed if exchange.rank == 1 else PeerLost):
+            engine.add(gradients(exchange.rank, 1)), engine.step()
+        over.wait(60)
+        return "told"
+
+    assert on_ranks(work, 2, timeout=10.0) == ["told"] * 2

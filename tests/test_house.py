@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 # Reading down is the data's way; a file imports only what stands above it.
 _ORDER = """
 errors arguments threads unpacking
-arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.frameworks arrays.host arrays.shared
+arrays.lost arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.frameworks arrays.host arrays.shared
 arrays.device arrays.known arrays
 layout.shards layout.tensor_parallel layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams

@@ -1,6 +1,8 @@
 """Asking the driver harms nobody: no capture is voided, no error is taken for "not yet", no memory piles up."""
 
 import gc
+import itertools
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,6 +46,21 @@ def capturing_globally(device):
     stream = device.xp.cuda.Stream(non_blocking=True)
     stream.begin_capture(device.xp.cuda.runtime.streamCaptureModeGlobal)
     return stream
+
+
+@pytest.fixture
+def pinned_by_the_driver(monkeypatch):
+    """More than a kilobyte is; else a megabyte."""
+    monkeypatch.setattr("gradengine.kernels.cuda_runtime._POOLED", 1000)
+
+
+def raised(call):
+    """The `DeviceFailed` of a call; None if it raises nothing."""
+    try:
+        call()
+    except DeviceFailed as error:
+        return error
+    return None
 
 
 class Ready:
@@ -114,7 +131,7 @@ def clipped_in_a_new_thread(on):
 
 def exchanged(on):
     """Two ranks, whose spans go through pinned memory."""
-    layout = GradientLayout.of([(300_000,)])
+    layout = GradientLayout.of([(300,)])
     gradients = on.arrays(layout)
 
     def one(exchange):
@@ -125,7 +142,7 @@ def exchanged(on):
 
 #: Calls of ours by name: what makes each ready, with a `Ready`, and returns it.
 CALLS = {
-    "add, step": lambda on: lambda: [step(on.engine, on.gradients) for _ in range(200)],
+    "add, step": lambda on: lambda: [step(on.engine, on.gradients) for _ in range(2)],
     "add_block": lambda on: lambda: on.engine.add_block(0, on.gradients[:1]),
     "add_non_block": lambda on: lambda: on.engine.add_non_block("head", on.gradients[1]),
     "micro_batch": lambda on: lambda: by_component(on.engine, on.gradients),
@@ -141,14 +158,14 @@ CALLS = {
     "load_state_dict": lambda on: lambda: on.other.load_state_dict(on.state),
     "discard": lambda on: lambda: (on.engine.add(on.gradients), on.engine.discard()),
     "capture": lambda on: lambda: captured(on.engine, on.gradients),
-    "replay": lambda on: lambda: [on.graph.replay() for _ in range(3)],
+    "replay": lambda on: lambda: [on.graph.replay() for _ in range(2)],
     "repoint": lambda on: lambda: on.graph.repoint([on.out]),
     "clip": lambda on: lambda: clip_gradients_fused(on.gradients, 1.0, on.clip),
     "clip_by_global_norm": lambda on: lambda: clip_by_global_norm(on.gradients, 1.0),
     "clip in a new thread": lambda on: lambda: clipped_in_a_new_thread(on),
-    "weights on the device": lambda on: lambda: [on.engine.add(on.gradients, on.weight) for _ in range(100)],
+    "weights on the device": lambda on: lambda: [on.engine.add(on.gradients, on.weight) for _ in range(2)],
     "addresses by memory": with_another(held, *[8] * 1500, hold=4),
-    "large pinned memory": with_another(loaded, 300_000),
+    "large pinned memory": with_another(loaded, 300),
     "exchange": exchanged,
     "another engine": lambda on: lambda: GradientEngine(LAYOUT, on.device.kernels),
     "drop": lambda on: lambda: (on.__dict__.clear(), gc.collect()),
@@ -158,6 +175,7 @@ CALLS = {
 class TestACaptureOfSomebodyElse:
     """In global mode whoever asks whether an event is done voids it, in whatever thread."""
 
+    @pytest.mark.usefixtures("pinned_by_the_driver")
     @pytest.mark.parametrize("call", CALLS)
     def test_is_not_voided_by_a_call_in_another_thread(self, device, call):
         ready = CALLS[call](Ready(device))
@@ -200,36 +218,64 @@ class TestACaptureOfSomebodyElse:
 
 
 class TestADeviceThatFailed:
-    """After an illegal address, whoever's, the driver answers each question with that error: no work is ever done."""
+    """After an error, whoever's, the driver answers each call with it, and each call of ours with `DeviceFailed`."""
 
     MESSAGE = "work on the GPU ended in an error.*: got cudaErrorIllegalAddress.*; start this process again"
 
-    @pytest.fixture
-    def failed(self, device, engine, gradients, monkeypatch):
-        step(engine, gradients)
-        monkeypatch.setattr(device.kernels.xp.cuda.runtime, "eventQuery", lambda _: 700)
-        return engine
+    @pytest.mark.usefixtures("pinned_by_the_driver")
+    @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"drop", "exchange", "addresses by memory"}))
+    def test_is_told_by_each_call_wherever_the_driver_says_so(self, emulated, call):
+        """By whichever of the call's questions it is: a launch, a copy, a wait, the place of a stream."""
+        from real_cupy.loaded import lost
 
-    @pytest.mark.parametrize("call", ["latest_verdict", "add"])
-    def test_is_told_by_the_next_that_asks(self, failed, gradients, call):
-        with pytest.raises(DeviceFailed, match=self.MESSAGE):
-            failed.latest_verdict if call == "latest_verdict" else step(failed, gradients)
+        on = Ready(emulated)
+        for after in itertools.count():
+            ready = CALLS[call](on)
+            with lost(0, 700, after) as is_told:
+                error = raised(ready)
+                if error is None:
+                    assert not is_told()
+                    break
+                assert re.search(self.MESSAGE, str(error))
+                self.assert_told_again(on)
+            on.engine.discard(), on.other.discard()
+        assert after
 
-    def test_memory_that_it_may_still_use_is_kept(self, device, failed):
-        kept = device.kernels.device.kept
+    def assert_told_again(self, on):
+        """By whatever is called next; no call is said to have been interrupted, and nothing is dropped."""
+        engine = on.engine
+        calls = [engine.discard, engine.check, engine.step, on.graph.replay, engine.state_dict, on.result.check]
+        others = [lambda: engine.add(on.gradients), lambda: engine.latest_verdict, engine.accumulator.zero_all]
+        assert [call for call in (*calls, *others) if raised(call) is None] == []
+
+    def test_whatever_it_failed_by(self, emulated):
+        from real_cupy.loaded import lost
+
+        clip, gradients = FusedClipState([1], emulated.kernels), [emulated.put(np.ones(1, np.float32))]
+        for status in (214, 220, 226, 700, 702, 710, *range(714, 720), 400, 901):
+            error = DeviceFailed if status not in {400, 901} else emulated.xp.cuda.runtime.CUDARuntimeError
+            with lost(0, status), pytest.raises(error):
+                clip_gradients_fused(gradients, 1.0, clip)
+
+    def test_memory_that_it_may_still_use_is_kept(self, emulated):
+        from real_cupy.loaded import lost
+
+        kept = emulated.kernels.device.kept
         kept.wait()
-        kept.until([device.kernels.device.record()], "memory")
-        with pytest.raises(DeviceFailed, match=self.MESSAGE):
+        kept.until([emulated.kernels.device.record()], "memory")
+        with lost(0, 700), pytest.raises(DeviceFailed, match=self.MESSAGE):
             kept.let_go()
         assert len(kept) == 1
         kept.wait()
 
-    def test_copies_that_were_begun_are_not_forgotten(self, device, failed):
-        memory = device.kernels.device.allocate(8)
-        parts = device.kernels.device.in_parts(memory)
+    def test_copies_that_were_begun_are_not_forgotten(self, emulated):
+        from real_cupy.loaded import lost
+
+        memory = emulated.kernels.device.allocate(8)
+        parts = emulated.kernels.device.in_parts(memory)
         (row,) = parts.rows(1, 8)
         parts.note("now")
         parts.copy("name", row, 0, is_to_arena=True, behind="now")
-        with pytest.raises(DeviceFailed, match=self.MESSAGE):
+        with lost(0, 700), pytest.raises(DeviceFailed, match=self.MESSAGE):
             parts.poll()
         assert parts.poll(waits=True) == ["name"]

@@ -78,7 +78,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             kernels.fill_zero([memory.part(*gap) for gap in layout.padding])
         self._window = Window(len(layout.slots))
         self.weighing = Weighing(kernels, self.arena)
-        self.state = StepState()
+        self.state = StepState(kernels.device)
         self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
         # Components that may be written to through views: each step measures them again.

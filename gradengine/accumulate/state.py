@@ -25,6 +25,8 @@ from types import TracebackType
 from typing import Any, Final, TypeAlias, final
 
 from gradengine.errors import WindowError
+from gradengine.kernels import Device
+from gradengine.kernels.events import FAILURES
 
 Facts: TypeAlias = Mapping[str, object]
 
@@ -223,6 +225,9 @@ TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
 class StepState:
     """The state of one accumulator's step, shared by all objects that work on it.
 
+    Args:
+        device: Where its memory is; nothing is allowed once that has failed.
+
     Attributes:
         now: The state.
         has_engine: Whether there is an engine, whose `discard`, not `zero_all`, drops a broken window.
@@ -230,14 +235,21 @@ class StepState:
         changes: How often the step's memory was written to.
     """
 
-    __slots__ = ("changes", "has_engine", "hooks", "now")
+    __slots__ = ("_device", "changes", "has_engine", "hooks", "now")
 
-    def __init__(self) -> None:
-        self.now, self.has_engine, self.changes = State.EMPTY, False, 0
+    def __init__(self, device: Device) -> None:
+        self.now, self.has_engine, self.changes, self._device = State.EMPTY, False, 0, device
         self.hooks: weakref.finalize[Any, Any] | None = None
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
-        """The state that a call or an event leads to; raises `WindowError`, with these facts, if it is not allowed."""
+        """The state that a call or an event leads to.
+
+        Raises:
+            WindowError: It is not allowed; says why, with these facts.
+            DeviceFailed: The device is known to have failed.
+        """
+        if FAILURES:
+            self._device.refuse_failed()
         answer = TABLE[self.now][happening]
         if self.has_engine and happening is Call.ZERO_ALL and self.now is State.BROKEN:
             answer = _broken

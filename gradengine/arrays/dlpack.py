@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from gradengine.arguments import said
 from gradengine.arrays.dtypes import by_dlpack_code
-from gradengine.errors import BufferRefused
+from gradengine.arrays.lost import device_failed, status_of_loss
+from gradengine.errors import BufferRefused, GradientError
 
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
@@ -36,7 +37,12 @@ class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
 
 
 def exporting_device(source: Any, component: str) -> str:
-    """The device of a DLPack producer, "cpu", "cuda:0", ...; raises the producer's own errors as `BufferRefused`."""
+    """The device of a DLPack producer, "cpu", "cuda:0", ...
+
+    Raises:
+        BufferRefused: The producer's own error.
+        DeviceFailed: That of a device that has failed.
+    """
     try:
         return dlpack_device(source)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
@@ -126,7 +132,9 @@ def _capsule_of(source: Any, component: str, options: dict[str, int]) -> object:
         raise _cannot_export(source, component, refusal) from None
 
 
-def _cannot_export(source: object, component: str, refusal: Exception) -> BufferRefused:
+def _cannot_export(source: object, component: str, refusal: Exception) -> GradientError:
+    if status_of_loss(refusal) is not None:  # CuPy asks the driver what kind of memory it has
+        return device_failed(refusal)
     return BufferRefused(
         f"component '{component}' cannot be exported by its framework ({said(refusal)})", got=type(source).__name__
     )

@@ -6,18 +6,17 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.errors import BufferRefused, CallerError, OutOfDeviceMemory
+from gradengine.errors import BufferRefused, CallerError, DeviceFailed, OutOfDeviceMemory
 from gradengine.kernels.device import Answer, Device, Graph
-from gradengine.kernels.events import Events, Kept
+from gradengine.kernels.events import Active, Events, Kept
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 _INVALID_HANDLE = 400  # cudaErrorInvalidResourceHandle
@@ -33,7 +32,12 @@ class _Pinned:
 
     def __init__(self, runtime: Any, nbytes: int, relaxed: Callable[..., Any]) -> None:
         self.size, self.ptr = nbytes, relaxed(runtime.hostAlloc, nbytes, runtime.hostAllocPortable)
-        weakref.finalize(self, relaxed, runtime.freeHost, self.ptr).atexit = False
+        weakref.finalize(self, _free, relaxed, runtime.freeHost, self.ptr).atexit = False
+
+
+def _free(relaxed: Callable[..., Any], free: Callable[[int], None], pointer: int) -> None:
+    with suppress(DeviceFailed):  # told by each call; a finaliser can only print it
+        relaxed(free, pointer)
 
 
 class CudaRuntime(Device):
@@ -41,26 +45,50 @@ class CudaRuntime(Device):
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
-        with xp.cuda.Device(ordinal):
+        self.events = Events(xp, ordinal)
+        with Active(self.events, xp.cuda.Device(ordinal)):
             self._uploads = xp.cuda.Stream(non_blocking=True)
         self.recorded: Graph | None = None  # what is being recorded
         self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
-        self.events = Events(xp)
+        self._active = Active(self.events)
         self.kept = Kept(self.events)  # what was dropped while work on it may run
         self._thread = threading.local()
+        # Never recorded, so it is done: any other answer says that the device has failed.
+        self._unused = self.event()
 
-    def active(self) -> AbstractContextManager[object]:
-        """A context in which this is the current device: else a caller's other device would get our launches."""
-        if self.xp.cuda.runtime.getDevice() == self.ordinal:
-            return _NOTHING
-        return self.xp.cuda.Device(self.ordinal)  # type: ignore[no-any-return]
+    def active(self) -> AbstractContextManager[None]:
+        """A context in which this is the current device: else a caller's other device would get our launches.
+
+        All calls of the driver are made in one; see `Active`.
+        """
+        try:
+            if self.xp.cuda.runtime.getDevice() == self.ordinal:
+                return self._active
+        except Exception as fault:
+            self.events.raise_if_lost(fault)
+            raise
+        return Active(self.events, self.xp.cuda.Device(self.ordinal))
+
+    def refuse_failed(self, *, asks: bool = False) -> None:
+        """See `Device.refuse_failed`."""
+        self.events.refuse_failed()
+        if asks:
+            self.events.is_done(self._unused)
 
     def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """See `Device.relaxed`."""
         return self.events.relaxed(call, *arguments)
 
     def is_capturing(self) -> bool:
-        return bool(self.current_stream().is_capturing())
+        return self.captures(self.current_stream())
+
+    def captures(self, stream: Any) -> bool:
+        """Whether a stream records a graph."""
+        try:
+            return bool(stream.is_capturing())
+        except Exception as fault:
+            self.events.raise_if_lost(fault)
+            raise
 
     def keep(self, *memory: Any) -> None:
         """Keep memory alive with the graph that is being recorded, which reads it."""
@@ -265,7 +293,7 @@ class CudaRuntime(Device):
     def records(self, handle: int) -> bool:
         """Whether another library's stream, of any device, records a graph; `CallerError` for an invalid handle."""
         try:
-            return bool(self.stream_of(handle).is_capturing())
+            return self.captures(self.stream_of(handle))
         except self.xp.cuda.runtime.CUDARuntimeError as fault:
             if fault.status != _INVALID_HANDLE:
                 raise
@@ -283,7 +311,7 @@ class CudaRuntime(Device):
     def used(self, uses: dict[tuple[int, Any], Any], born: int) -> None:
         """Record in `uses` that the current stream reads this memory; not needed on the stream it was allocated on."""
         stream = self.current_stream()
-        if stream.is_capturing() or (stream.ptr == born and born != _PER_THREAD):
+        if self.captures(stream) or (stream.ptr == born and born != _PER_THREAD):
             return
         # Not its ident, which the next thread may get: its event would take the place of one that is not done.
         key = stream.ptr, weakref.ref(self._thread.__dict__.setdefault("itself", _Thread()))

@@ -110,6 +110,10 @@ class Device(ABC):
     def on(self, stream: object) -> AbstractContextManager[object]:
         """A context in which work is queued on a stream; None is the current one. `CallerError` without streams."""
 
+    @abstractmethod
+    def refuse_failed(self, *, asks: bool = False) -> None:
+        """Raise `DeviceFailed` if the device is known to have failed; with `asks`, if it has, as its driver says."""
+
     def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Make a call that may wait for the device or its driver, and voids no graph that another thread records."""
         return call(*arguments)

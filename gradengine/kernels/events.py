@@ -1,4 +1,7 @@
-"""Asks events whether they are done, and keeps memory until then. No other file asks the driver for its progress."""
+"""Asks events whether they are done, keeps memory until then, and knows a device that has failed.
+
+No other file asks the driver for its progress, or looks at the errors by which it says that a device has failed.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,31 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 from typing import Any, TypeVar, final
 
-from gradengine.errors import DeviceFailed
+from gradengine.arrays.lost import device_failed, status_of_loss
 
 T = TypeVar("T")
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DONE, _NOT_YET = 0, 600  # cudaSuccess, cudaErrorNotReady
+#: Device ordinal -> CUDA's error by which it failed, for as long as the process lives.
+FAILURES: dict[int, object] = {}
 MOST_LENT = 1 << 30  # bytes of lent memory that may be kept besides what was lent last
 
 
 @final
 class Events:
-    """Asks and waits for events without voiding a graph that any thread records, in any mode.
+    """Asks and waits for events of one device without voiding a graph that any thread records, in any mode.
 
     While a thread captures in global mode (torch's default), the driver refuses such calls of all threads and voids the
     capture, unless the calling thread is in relaxed mode.
     """
 
-    def __init__(self, xp: Any) -> None:
-        self._runtime = xp.cuda.runtime
+    def __init__(self, xp: Any, ordinal: int) -> None:
+        self._runtime, self._ordinal = xp.cuda.runtime, ordinal
         self._exchange_mode = _driver(xp).cuThreadExchangeStreamCaptureMode
 
     def relaxed(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -37,6 +43,9 @@ class Events:
         try:
             self._exchange_mode(pointer)  # it holds the mode before at once: Ctrl-C behind this call loses nothing
             return call(*arguments)
+        except Exception as fault:
+            self.raise_if_lost(fault)
+            raise
         finally:
             if mode.value != _RELAXED:
                 self._exchange_mode(pointer)
@@ -49,17 +58,63 @@ class Events:
         """
         status = self.relaxed(self._runtime.eventQuery, event.ptr)
         if status not in {_DONE, _NOT_YET}:
-            raise DeviceFailed(
-                "work on the GPU ended in an error, which may be another library's",
-                got=self._runtime.CUDARuntimeError(status),
-                do="start this process again, from a checkpoint: the driver does nothing more in it; "
-                "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer shows whose kernel it was",
-            )
+            self._note(status)
+            self.refuse_failed()
         return bool(status == _DONE)
 
     def wait(self, event: Any) -> None:
         """Wait for the work before an event."""
         self.relaxed(event.synchronize)
+
+    def asked(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call of the driver; raises `DeviceFailed` in place of an error by which it says so."""
+        try:
+            return call(*arguments)
+        except Exception as fault:
+            self.raise_if_lost(fault)
+            raise
+
+    def raise_if_lost(self, fault: BaseException) -> None:
+        """Raise `DeviceFailed` in place of CUDA's error, if by that the device has failed; every later call does."""
+        status = status_of_loss(fault)
+        if status is not None:
+            self._note(status)
+            self.refuse_failed()
+
+    def refuse_failed(self) -> None:
+        """Raise `DeviceFailed` if the device is known to have failed; asks nobody."""
+        if self._ordinal in FAILURES:
+            raise device_failed(FAILURES[self._ordinal])
+
+    def _note(self, status: int) -> None:
+        FAILURES.setdefault(self._ordinal, self._runtime.CUDARuntimeError(status))
+
+
+@final
+class Active(AbstractContextManager[None]):
+    """A context in which a device is current; an error by which that has failed leaves it as `DeviceFailed`.
+
+    Args:
+        events: The device's.
+        device: CuPy's, if another one is current.
+    """
+
+    __slots__ = ("_device", "_events")
+
+    def __init__(self, events: Events, device: Any = None) -> None:
+        self._events, self._device = events, device
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._events.asked(self._device.__enter__)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device is not None:
+            self._events.asked(self._device.__exit__, kind, fault, trace)
+        if fault is not None:
+            self._events.raise_if_lost(fault)
 
 
 def _driver(xp: Any) -> Any:

@@ -121,7 +121,7 @@ class CudaGraph(Graph):
             self._abandon()
             return
         try:
-            self.graph = self._stream.end_capture()
+            self.graph = self._runtime.events.asked(self._stream.end_capture)
         except BaseException:
             self._abandon()
             raise
@@ -151,7 +151,7 @@ class CudaGraph(Graph):
         self._on = CurrentStream(runtime, self._stream)
         self._on.__enter__()
         self._has_begun = True  # ended in vain where it has not
-        self._stream.begin_capture()
+        runtime.events.asked(self._stream.begin_capture)
 
     def _abandon(self) -> None:
         try:

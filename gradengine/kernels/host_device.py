@@ -35,6 +35,9 @@ class HostDevice(Device):
             raise CallerError("the CPU has no streams", got=said(stream), expected="stream=None")
         return _IN_ORDER
 
+    def refuse_failed(self, *, asks: bool = False) -> None:
+        """The CPU does not fail alone."""
+
     def is_capturing(self) -> bool:
         """Never."""
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, final
 
 import numpy.typing as npt
@@ -25,23 +26,31 @@ class CurrentStream(AbstractContextManager[None]):
         self._is_pushed = False
 
     def __enter__(self) -> None:
-        driver = self._runtime.xp.cuda.runtime
-        self._before = driver.getDevice()
+        driver, asked = self._runtime.xp.cuda.runtime, self._runtime.events.asked
+        self._before = asked(driver.getDevice)
         try:
-            driver.setDevice(self._runtime.ordinal)
+            asked(driver.setDevice, self._runtime.ordinal)
             self._is_pushed = True
             self._stream.__enter__()  # a stream is made current for the current device
         except BaseException:
             self.__exit__()
             raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        fault: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        events = self._runtime.events
         if self._is_pushed and self._runtime.current_stream() is self._stream:  # else an interrupt came first
             self._stream.__exit__()
         self._is_pushed = False
         if self._before is not None:
-            self._runtime.xp.cuda.runtime.setDevice(self._before)
+            events.asked(self._runtime.xp.cuda.runtime.setDevice, self._before)
             self._before = None
+        if fault is not None:
+            events.raise_if_lost(fault)
 
 
 @final
@@ -124,19 +133,23 @@ class _Use(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._stream = self._order.runtime.current_stream()
-        self._is_ordered = not self._stream.is_capturing()
+        self._is_ordered = not self._order.runtime.captures(self._stream)
         if self._is_ordered:
             self._active = self._order.runtime.active()
             self._active.__enter__()
             try:
                 self._is_outermost = self._order.begin(self._stream)
-            except BaseException:
-                self._active.__exit__(None, None, None)
+            except BaseException as fault:
+                self._active.__exit__(type(fault), fault, None)
                 raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._is_ordered:
             try:
                 self._order.done(self._stream, is_outermost=self._is_outermost)
-            finally:
-                self._active.__exit__(None, None, None)
+            except BaseException as other:
+                self._active.__exit__(type(other), other, None)
+                raise
+            self._active.__exit__(kind, fault, trace)

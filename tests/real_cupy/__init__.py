@@ -15,6 +15,6 @@ source, with all its checks. By default nothing is done before the host waits fo
     plugin.py        pytest: what a test did wrong is its own failure, whatever it asserts
 
 What it cannot say: speed; whether the PTX does what the source says; CuPy's libraries (cuBLAS, CUB, Thrust), complex
-numbers, textures, IPC, peer access, graphs within graphs; and that a failed kernel fails its context for ever: here it
-fails the next wait.
+numbers, textures, IPC, peer access, graphs within graphs. A device that a kernel or copy has failed answers each call
+with that error until the test is over; a real one does until its process ends, and then even to calls that free.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cuda_emulator import record
 from cuda_emulator.settings import Settings, listeners, settings
@@ -20,6 +20,8 @@ DRIVER.gpuless_take_fault.argtypes = (ctypes.c_char_p, _SIZE)
 DRIVER.gpuless_take_fault.restype = ctypes.c_bool
 DRIVER.gpuless_fault.argtypes = (ctypes.c_char_p,)
 DRIVER.gpuless_own_stream.argtypes, DRIVER.gpuless_own_stream.restype = (_POINTER,), _POINTER
+DRIVER.gpuless_lose.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
+DRIVER.gpuless_has_told_of_loss.restype = ctypes.c_bool
 DRIVER.gpuless_settle.argtypes = (_POINTER,)
 DRIVER.gpuless_take.argtypes = DRIVER.gpuless_void.argtypes = (_POINTER, _SIZE, _POINTER, ctypes.c_int)
 
@@ -73,8 +75,24 @@ def faults() -> list[str]:
 
 
 def finish_all() -> None:
-    """All devices do all they have to do; captures are forgotten. What goes wrong is a fault."""
+    """All devices do all they have to do; captures are forgotten, and which have failed. What goes wrong is a fault."""
+    from gradengine.kernels.events import FAILURES  # not before CuPy is imported
+
     DRIVER.gpuless_finish_all()
+    FAILURES.clear()
+
+
+@contextlib.contextmanager
+def lost(device: int, status: int, after: int = 0) -> Iterator[Callable[[], bool]]:
+    """Within it, a device answers each call after so many with this status, as where somebody else's work failed.
+
+    Yields a function that says whether it has answered so by now.
+    """
+    DRIVER.gpuless_lose(device, status, after)
+    try:
+        yield lambda: bool(DRIVER.gpuless_has_told_of_loss(device))
+    finally:
+        finish_all()
 
 
 def be_idle() -> None:

@@ -2,6 +2,7 @@
 #pragma once
 #include "lock.h"
 #include "settings.h"
+#include "streams.h"
 
 namespace gpuless {
 
@@ -17,9 +18,12 @@ inline bool is_device(int device) { return device >= 0 && device < settings().de
 
 }  // namespace gpuless
 
-// Begins a function that wants a device.
-#define TURN    \
-  Turn turn_;   \
+// Begins a function that wants a device that has not failed; where CuPy's destructors call it, any device.
+#define TURN              \
+  TURN_EVEN_IF_LOST;      \
+  REFUSE(gpuless::refuse_if_lost(gpuless::current_device()))
+#define TURN_EVEN_IF_LOST \
+  Turn turn_;             \
   WANT_DEVICES
 #define WANT_DEVICES WANT(settings().devices > 0, cudaErrorNoDevice)
 #define WANT(condition, error) \

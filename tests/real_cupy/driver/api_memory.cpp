@@ -51,13 +51,13 @@ Error cudaMallocFromPoolAsync(void** pointer, size_t size, cudaMemPool_t, cudaSt
   return cudaMallocAsync(pointer, size, handle);
 }
 Error cudaFree(void* pointer) {
-  TURN;
+  TURN_EVEN_IF_LOST;
   if (!pointer) return cudaSuccess;
   REFUSE(refuse_unsafe_call());
   return answer(release_after_all(pointer, false));
 }
 Error cudaFreeAsync(void* pointer, cudaStream_t handle) {
-  TURN;
+  TURN_EVEN_IF_LOST;
   Stream* stream = stream_of(handle);
   WANT(stream, cudaErrorInvalidResourceHandle);
   return answer(queue(stream, "free", [=] { return release(pointer, false); }));
@@ -68,7 +68,7 @@ Error cudaHostAlloc(void** pointer, size_t size, unsigned) {
   return answer(allocate(pointer, size, PINNED, current_device()));
 }
 Error cudaFreeHost(void* pointer) {
-  TURN;
+  TURN_EVEN_IF_LOST;
   if (!pointer) return cudaSuccess;
   REFUSE(refuse_unsafe_call());
   return answer(release_after_all(pointer, true));

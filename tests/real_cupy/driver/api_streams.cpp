@@ -29,7 +29,7 @@ T* known(const std::set<T*>& all, Handle handle) {
 
 template <typename T, typename Handle>
 Error destroy(std::set<T*>& all, Handle handle, Error unknown) {
-  TURN;
+  TURN_EVEN_IF_LOST;
   T* found = known(all, handle);
   WANT(found, unknown);
   all.erase(found);
@@ -53,7 +53,7 @@ extern "C" {
 // ---- streams ----
 
 Error cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
-  TURN;
+  TURN_EVEN_IF_LOST;  // CuPy cannot drop a stream that it could not make
   *handle = (cudaStream_t)new_stream(flags, priority);
   return cudaSuccess;
 }
@@ -62,7 +62,7 @@ Error cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
 }
 Error cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 Error cudaStreamDestroy(cudaStream_t handle) {
-  TURN;
+  TURN_EVEN_IF_LOST;
   return answer(end_stream(handle));
 }
 Error cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {

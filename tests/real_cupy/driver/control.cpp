@@ -45,7 +45,7 @@ bool gpuless_take_fault(char* text, size_t room) {
 }
 void gpuless_fault(const char* text) { fault("%s", text); }
 
-// All devices have done all they have to do, and no stream captures.
+// All devices have done all they have to do, none has failed, and no stream captures.
 int gpuless_finish_all() {
   Turn turn;
   abandon_captures();
@@ -53,7 +53,18 @@ int gpuless_finish_all() {
   Error first = cudaSuccess;
   for (int device = 0; device < MOST_DEVICES; ++device)
     if (const Error error = finish_device(device); first == cudaSuccess) first = error;
+  revive_devices();
   return first;
+}
+
+// As if work of somebody else's ended in an error, so many calls from now.
+void gpuless_lose(int device, int error, int calls_before) {
+  Turn turn;
+  loss_of(device) = {(Error)error, calls_before, false};
+}
+bool gpuless_has_told_of_loss(int device) {
+  Turn turn;
+  return loss_of(device).is_told;
 }
 
 // The calling thread's stream of that handle: of a thread's default stream, which is another's in every thread, its own.

@@ -95,6 +95,7 @@ Error launch(Function* function, const Launch& how, Stream* stream, void** argum
   if (settings().idle) return cudaSuccess;
   const std::string name = function->entry.name;
   const int device = current_device();
+  if (const Error error = refuse_if_lost(device)) return error;
   if (!stream || stream->device != device || function->module->device != device) {
     fault("%s, loaded on device %d, launched on a stream of device %d while %d is current", name.c_str(),
           function->module->device, stream ? stream->device : -1, device);

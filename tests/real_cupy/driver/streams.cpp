@@ -37,8 +37,11 @@ Error perform(const OperationP& it) {
   it->after.clear();
   const Work work = std::move(it->work);
   it->work = nullptr;
-  const Error error = work ? work() : cudaSuccess;
+  const Loss& loss = loss_of(it->device);
+  const bool is_lost = loss.error && !loss.calls_before && !it->is_unseen;
+  const Error error = is_lost ? loss.error : work ? work() : cudaSuccess;
   it->done_at = now();
+  if (error == cudaErrorIllegalAddress || error == cudaErrorLaunchFailure) loss_of(it->device).error = error;
   return error;
 }
 
@@ -89,12 +92,29 @@ std::vector<OperationP> predecessors(Stream* stream) {
 
 OperationP append(Stream* stream, Work work) {
   auto made = std::make_shared<Operation>();
-  made->work = std::move(work);
+  made->work = std::move(work), made->device = stream->device;
   made->after = predecessors(stream);
   return stream->last = made;
 }
 
 }  // namespace
+
+Loss& loss_of(int device) {
+  static Loss losses[MOST_DEVICES];
+  return losses[device];
+}
+
+Error refuse_if_lost(int device) {
+  Loss& it = loss_of(device);
+  if (it.calls_before && it.calls_before--) return cudaSuccess;
+  it.is_told = it.error != cudaSuccess;
+  return it.error;
+}
+
+void revive_devices() {
+  for (int device = 0; device < MOST_DEVICES; ++device) loss_of(device) = Loss();
+  unreported = cudaSuccess;
+}
 
 int& current_device() {
   thread_local int it = 0;
@@ -148,6 +168,7 @@ Error queue(Stream* stream, const std::string& name, Work work, OperationP* made
 
 void queue_unseen(Stream* stream, Work work) {
   const OperationP it = append(stream, std::move(work));
+  it->is_unseen = true;
   if (it->after.empty()) perform(it);
   else if (settings().order == EAGER) finish(it);
 }

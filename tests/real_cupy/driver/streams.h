@@ -18,6 +18,8 @@ typedef std::function<Error()> Work;
 struct Operation {
   Work work;
   std::vector<OperationP> after;
+  int device = 0;
+  bool is_unseen = false;  // done even on a device that has failed
   bool is_done = false;
   double done_at = 0;  // milliseconds
 };
@@ -38,6 +40,15 @@ struct Stream {
 };
 
 int& current_device();  // of the calling thread
+// A device that has failed: as the real driver, this one answers with the error of it from then on, and does nothing.
+struct Loss {
+  Error error = cudaSuccess;
+  int calls_before = 0;  // that are answered as ever
+  bool is_told = false;
+};
+Loss& loss_of(int device);
+Error refuse_if_lost(int device);
+void revive_devices();
 Stream* new_stream(unsigned flags, int priority);
 // What a handle stands for; null where it is no stream, or no longer one.
 Stream* stream_of(cudaStream_t handle);
