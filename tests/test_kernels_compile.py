@@ -254,11 +254,11 @@ class TestLoadsUnderWay:
 
 
 @pytest.mark.parametrize("name", ["finalise"])
-def test_a_warp_asks_for_four_components_at_once(compiled):
-    """For their sizes, then for their squared sums, before it adds any; before, one thread asks for the weight."""
+def test_a_warp_asks_for_four_components_at_once_and_for_sixteen_rows(compiled):
+    """For their sizes, then for four rows of each, before it adds any; then for more of each. First, for the weight."""
     need(nvrtc.disassembler(), "nvdisasm")
     (code,) = nvrtc.listings(compiled.cubin).values()
-    assert [*nvrtc.runs_of_loads(code, bits=64)][:3] == [1, 4, 4]
+    assert [*nvrtc.runs_of_loads(code, bits=64)][:7] == [1, 4, *[16] * 5]
 
 
 # Subnormals are kept though CuPy asks to flush them. What may flush are eight squares added in fp32, which are thrown

@@ -147,6 +147,25 @@ class TestFinalise:
             for got, wanted in zip(numbers_of(found), numbers_of(expected), strict=True):
                 np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
+    def test_a_warp_adds_row_by_row_and_then_its_lanes(self, device):
+        """However many rows are loaded at once: the bits depend on the number of chunks alone."""
+        draws, chunks = np.random.default_rng(4), [1, 31, 33, 129, 512, 513, 1024, 1100, 4133]
+        counts = [count for _ in range(16) for count in draws.permutation(chunks).tolist()][:-5]
+        sums = device.kernels.partial_sums([count * 32768 for count in counts])
+        squares, bad = draws.exponential(size=sum(counts)), draws.integers(0, 32769, sum(counts), np.uint32)
+        device.kernels.device.fill(sums.values, squares)
+        device.kernels.device.fill(sums.non_finite, bad)
+        decision = finalise(device.kernels, None, sums, ClipPlan((0,) * len(counts), (1.0,)), 1.0, zero_if_bad=False)
+        expected = []
+        for first, count in zip(sums.first, counts, strict=True):
+            rows = np.append(squares[first : first + count], np.zeros(-count % 32)).reshape(-1, 32)
+            lanes = np.add.accumulate(rows)[-1]
+            for distance in (16, 8, 4, 2, 1):
+                lanes = lanes[:distance] + lanes[distance:]
+            expected.append(lanes[0])
+        np.testing.assert_array_equal(on_host(decision.memory.totals), expected)
+        np.testing.assert_array_equal(on_host(decision.memory.counts), np.add.reduceat(bad, sums.first, dtype=np.int64))
+
     def test_what_nobody_measured_can_never_pass(self, backend):
         sums = backend.kernels.partial_sums([3, 3])
         measure_chunks(backend.kernels, [backend.buffer(np.ones(3, np.float32))] * 2, sums, sums.chunks([0]))

@@ -71,29 +71,64 @@ __device__ __forceinline__ u32 chunks_of(i64 size, u32 chunk_shift) {
   return (u32)((size + (1ll << chunk_shift) - 1) >> chunk_shift);
 }
 
+// What a lane adds of a component: one chunk of each row of 32, all loaded before one is waited for.
+template <u32 ROWS>
+struct Rows {
+  double squares[ROWS];
+  u32 non_finite[ROWS];
+
+  __device__ __forceinline__ void load(const double* from_squares, const u32* from_non_finite, u32 k, u32 chunks) {
+    from_squares += k, from_non_finite += k;
+#pragma unroll
+    for (u32 row = 0; row < ROWS; ++row) {
+      const bool is_there = k + 32 * row < chunks;
+      squares[row] = is_there ? from_squares[32 * row] : 0.0;
+      non_finite[row] = is_there ? from_non_finite[32 * row] : 0;
+    }
+  }
+
+  __device__ __forceinline__ void add_to(double& total, u64& count) const {
+    u32 counted = 0;  // a chunk has fewer than 2**20 elements
+#pragma unroll
+    for (u32 row = 0; row < ROWS; ++row) total += squares[row], counted += non_finite[row];
+    count += counted;
+  }
+};
+
 // Each component's chunks, added by a warp; the first component that is not finite. What takes time is to wait for
-// memory and other lanes: a warp waits for several components at once, and adds each in the order it would have alone.
+// memory and other lanes. So a warp waits for rows of several components at once, and then for as many of each that has
+// more. Whatever is waited for at once, each component is added row by row.
 __device__ __forceinline__ u64 sum_components(const Target* targets, u32 components, u32 chunk_shift,
                                               const double* squares, const u32* non_finite, const Divisor& by,
                                               double* totals, u64* counts, double* component_norms) {
-  enum { TOGETHER = 4 };
+  enum { TOGETHER = 4, ROWS = 4, ROWS_ALONE = TOGETHER * ROWS, ALONE_FROM = 512 };
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 bad = NONE;
   for (u32 c = warp; c < components; c += TOGETHER * WARPS) {
-    u32 first[TOGETHER] = {}, chunks[TOGETHER] = {}, most = 0;
+    u32 first[TOGETHER] = {}, chunks[TOGETHER] = {}, most = 0;  // from this lane's column on
     double total[TOGETHER] = {};
     u64 count[TOGETHER] = {};
 #pragma unroll
     for (u32 i = 0; i < TOGETHER; ++i) {
       if (c + i * WARPS >= components) continue;  // it has no chunks
       const Target& component = targets[c + i * WARPS];
-      first[i] = component.first, chunks[i] = chunks_of(component.size, chunk_shift);
+      first[i] = component.first + lane, chunks[i] = max(chunks_of(component.size, chunk_shift), lane) - lane;
       most = max(most, chunks[i]);
     }
-    for (u32 k = lane; k < most; k += 32) {
+    for (u32 k = 0; k < min(most, (u32)ALONE_FROM); k += 32 * ROWS) {
+      Rows<ROWS> rows[TOGETHER];
 #pragma unroll
-      for (u32 i = 0; i < TOGETHER; ++i)
-        if (k < chunks[i]) total[i] += squares[first[i] + k], count[i] += non_finite[first[i] + k];
+      for (u32 i = 0; i < TOGETHER; ++i) rows[i].load(squares + first[i], non_finite + first[i], k, chunks[i]);
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; ++i) rows[i].add_to(total[i], count[i]);
+    }
+#pragma unroll
+    for (u32 i = 0; i < TOGETHER; ++i) {
+      for (u32 k = ALONE_FROM; k < chunks[i]; k += 32 * ROWS_ALONE) {
+        Rows<ROWS_ALONE> rows;
+        rows.load(squares + first[i], non_finite + first[i], k, chunks[i]);
+        rows.add_to(total[i], count[i]);
+      }
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -136,7 +171,8 @@ __device__ __forceinline__ void norm_segments(const Segments& segments, const do
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (u32 s = warp; s < segments.count; s += WARPS) {
     double total = 0.0;
-    for (u32 m = segments.start[s] + lane; m < segments.start[s + 1]; m += 32) total += totals[segments.member[m]];
+    for (u32 m = segments.start[s] + lane; m < segments.start[s + 1]; m += 32)
+      total += totals[s ? segments.member[m] : m];  // of everything the members need not be waited for
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
     if (lane != 0) continue;
