@@ -91,7 +91,7 @@ class DeviceUnavailable(CallerError):
 
 
 class OutOfDeviceMemory(CallerError):
-    """Too little free memory on the device; nothing was allocated."""
+    """Too little free memory on the device; nothing stays allocated."""
 
 
 class FixedAttribute(CallerError, AttributeError):

@@ -1,5 +1,6 @@
 """The accumulator of a GPU: what it holds, what it takes of the device's memory, and that it never waits."""
 
+import contextlib
 import gc
 
 import cuda_emulator
@@ -80,6 +81,16 @@ def test_part_by_part_as_backward_makes_them(device):
     assert_same(accumulator.views(), host_sums(batches, weights))
 
 
+@contextlib.contextmanager
+def all_but_taken(emulated, room):
+    """A device on which so many bytes are free."""
+    synchronize(emulated)
+    emulated.kernels.device.kept.wait()
+    free, total = emulated.xp.cuda.runtime.memGetInfo()
+    with cuda_emulator.options(device_memory=total - free + room):
+        yield
+
+
 class TestMemory:
     def test_needed_for_350_million_parameters(self):
         assert 1.5e9 < GpuGradientAccumulator.memory_needed(LARGE) < 1.6e9
@@ -87,17 +98,27 @@ class TestMemory:
 
     def test_more_than_any_device_has(self, device):
         huge = GradientLayout.of([(1 << 40,)])
-        with nothing_is_launched(device), pytest.raises(OutOfDeviceMemory, match=r"expected 43\d+ bytes; free memory"):
+        with nothing_is_launched(device), pytest.raises(OutOfDeviceMemory, match=r"expected 43\d+ bytes; free some"):
             new(device, huge)
 
-    def test_what_the_pool_holds_unused_is_free(self, emulated):
-        xp, layout = emulated.xp, GradientLayout.of([(1 << 20,)])
-        pool = xp.get_default_memory_pool()
-        pool.free_all_blocks()
-        with cuda_emulator.options(device_memory=pool.total_bytes() + (8 << 20)):
+    def test_what_the_caller_s_pool_holds_unused_is_free(self, emulated):
+        xp, pool = emulated.xp, emulated.xp.cuda.MemoryPool()
+        with xp.cuda.using_allocator(pool.malloc), all_but_taken(emulated, 8 << 20):
             unused = xp.empty(6 << 20, np.uint8)
             del unused
-            assert new(emulated, layout).memory.size == 1 << 20
+            assert new(emulated, GradientLayout.of([(1 << 20,)])).memory.size == 1 << 20
+
+    @pytest.mark.parametrize("room", [1 << 20, (4 << 20) + 512])
+    @pytest.mark.parametrize("is_pooled", [True, False])
+    def test_what_does_not_fit_is_refused_and_nothing_is_left(self, emulated, room, is_pooled):
+        """Neither without room for the sums, nor with none for what is made after them."""
+        pool, free = emulated.xp.cuda.MemoryPool(), r"got \d+ bytes free of \d+, expected \d+ bytes; .*empty_cache"
+        with emulated.xp.cuda.using_allocator(pool.malloc if is_pooled else None), all_but_taken(emulated, room):
+            with pytest.raises(OutOfDeviceMemory, match=free):
+                new(emulated, GradientLayout.of([(1 << 20,)]))
+            gc.collect()
+            pool.free_all_blocks()
+            assert emulated.xp.cuda.runtime.memGetInfo()[0] == room
 
     def test_it_is_given_back(self, emulated):
         pool = emulated.xp.get_default_memory_pool()

@@ -32,7 +32,7 @@ class GpuGradientAccumulator(GradientAccumulator):
     Raises:
         CallerError: `hold` is not a whole number >= 1.
         DeviceUnavailable: CuPy, the driver, the device or NVRTC is missing; the error says which.
-        OutOfDeviceMemory: The accumulator does not fit; the error says how much is needed and free, and nothing was
+        OutOfDeviceMemory: The accumulator does not fit; the error says how much is needed and free, and nothing stays
             allocated.
 
     Example:
@@ -45,7 +45,6 @@ class GpuGradientAccumulator(GradientAccumulator):
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
             raise CallerError("this accumulator needs a GPU", got="device 'cpu'", do="use PerBlockGradientAccumulator")
-        kernels.device.refuse_to_exceed(self.memory_needed(layout), f"the accumulator of {layout!r}")
         super().__init__(layout, kernels, hold)
 
     @staticmethod

@@ -19,7 +19,7 @@ from gradengine.kernels.events import Active, Events, Kept
 
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
-_INVALID_HANDLE = 400  # cudaErrorInvalidResourceHandle
+_OUT_OF_MEMORY, _INVALID_HANDLE = 2, 400  # cudaErrorMemoryAllocation, cudaErrorInvalidResourceHandle
 _POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
 
 
@@ -111,32 +111,10 @@ class CudaRuntime(Device):
             self.kept.let_go()
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
-        """See `Device.allocate`; from CuPy's pool."""
-        self.refuse_to_exceed(4 * size, f"an fp32 buffer of {size} elements")
+        """See `Device.allocate`; from the pool that CuPy uses, the caller's own where one is set."""
         with self.active():
             memory = self._empty((size,), np.dtype(np.float32))
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
-
-    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """See `Device.refuse_to_exceed`; unused memory of CuPy's pool counts as free; may wait to free kept memory."""
-        with self.active():
-            free, total = self._free_memory()
-            if nbytes > free and self.kept and not self.is_capturing():
-                self.kept.wait()
-                free, total = self._free_memory()
-        if nbytes > free:
-            raise OutOfDeviceMemory(
-                f"{what} does not fit on the device",
-                got=f"{free} bytes free of {total}",
-                expected=f"{nbytes} bytes",
-                do="free memory there, or split the layout over more devices",
-            )
-
-    def _free_memory(self) -> tuple[int, int]:
-        """Bytes that can be allocated, CuPy's pool included, and bytes in all."""
-        free, total = self.xp.cuda.runtime.memGetInfo()
-        pool = self.xp.get_default_memory_pool()
-        return free + pool.total_bytes() - pool.used_bytes(), total
 
     def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
         """See `Device.array`; a CuPy array, of another dtype where that is given."""
@@ -262,12 +240,20 @@ class CudaRuntime(Device):
         self.let_go()
         try:
             return self.relaxed(self.xp.empty, shape, dtype)
-        except self.xp.cuda.memory.OutOfMemoryError as fault:  # the pool may have a limit below what the device has
-            if self.kept and not self.is_capturing():
-                self.kept.wait()
-                return self._empty(shape, dtype)
-            nbytes = dtype.itemsize * math.prod(shape)
-            raise OutOfDeviceMemory(str(fault), expected=f"{nbytes} bytes") from None
+        except (MemoryError, self.xp.cuda.runtime.CUDARuntimeError) as fault:  # of a pool; of the driver, without one
+            if getattr(fault, "status", _OUT_OF_MEMORY) != _OUT_OF_MEMORY:
+                raise
+        if self.kept and not self.is_capturing():
+            self.kept.wait()
+            return self._empty(shape, dtype)
+        # Asked only now: whatever pool the caller has set may hold what the device has not.
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        raise OutOfDeviceMemory(
+            f"{self.name} has too little memory, or its pool",
+            got=f"{free} bytes free of {total}",
+            expected=f"{dtype.itemsize * math.prod(shape)} bytes",
+            do="free some (torch.cuda.empty_cache()), or split the layout over more devices",
+        )
 
     def behind(self, handle: int) -> Any:
         """An event after all work queued on another library's stream, whose device is looked up."""

@@ -161,10 +161,6 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Raise `OutOfDeviceMemory` if a GPU has fewer bytes left, before anything is allocated."""
-
-    @abstractmethod
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
         """One of our fp32 buffers as the device's own kind of array (NumPy, CuPy), in that shape; no copy."""
 

@@ -65,9 +65,6 @@ class HostDevice(Device):
         data = memory[start : start + 4 * size].view(np.float32)
         return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
 
-    def refuse_to_exceed(self, nbytes: int, what: str) -> None:
-        """Do nothing: the operating system decides when pages are touched."""
-
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Array:
         """See `Device.array`; a NumPy view."""
         view: Array = buffer.data.reshape(shape)
