@@ -199,6 +199,8 @@ def test_bytes_of_parts_and_their_times(fp32):
     assert set(counted(reports["clip"]).values()) == {3 * SET}
     assert set(counted(reports["hand-back"]).values()) == {2 * SET}
     assert counted(reports["hand-back-bf16"])["ours"] == 1.5 * SET
+    chunks = {"ours, the model": (11, 11), "ours, 1,000 components": (12_000, 1000), "ours, one component": (16_000, 1)}
+    assert counted(reports["finalise"]) == {name: 12 * n + 48 * m for name, (n, m) in chunks.items()}
     assert [rows_of(reports["norm"])[name]["bytes"] for name in ("copy", "triad")] == [COPY_BYTES, 1.5 * COPY_BYTES]
     row = rows_of(reports["step"])["ours hold=1"]
     assert (row["device_s"], row["median_s"]) == (0.00025, 0.00025)
@@ -213,9 +215,9 @@ def test_bytes_of_parts_and_their_times(fp32):
 
 
 def test_small_models_are_timed_by_the_clock_and_recorded_by_their_tensors(fp32):
-    for name, tensors in {"step-few": 3, "step-many": 5, "half-none": 5}.items():
+    for name, tensors in {"step-few": 3, "step-many": 5, "half-none": 5, "host": 5, "step-call": 5}.items():
         report = fp32[0][name]
-        assert report["time"] == "wall"
+        assert report["time"] == ("host" if name in {"host", "step-call"} else "wall")
         assert (report["parameters"]["tensors"], report["parameters"]["elements"]) == (tensors, 20)
         assert "hidden" not in report["parameters"]
     few, many = (rows_of(fp32[0][name])["ours hold=2"]["bytes"] for name in ("step-few", "step-many"))
@@ -280,6 +282,14 @@ def test_launches_are_counted_and_ours_may_not_wait(gpu, fp32, tmp_path, monkeyp
     reports, failed, _ = ran(gpu(), ["launches"], tmp_path)
     assert "launches: ours hold=1 waits" in failed
     assert reports["launches"]["failed"]
+
+
+def test_the_yardsticks_are_checked_once_in_a_process(gpu, tmp_path, monkeypatch):
+    checked, compare = [], harness.relative_error
+    monkeypatch.setattr(harness, "relative_error", lambda *given: checked.append(given) or compare(*given))
+    reports, failed, _ = ran(gpu(), ["norm", "finalise"], tmp_path)
+    assert ([{"copy", "triad"} <= rows_of(report).keys() for report in reports.values()], failed) == ([True] * 2, [])
+    assert len(checked) == 2
 
 
 def test_without_torch_its_variants_are_absent(gpu, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradengine.bench.device import Gpu
 from gradengine.bench.harness import Benchmark, Report, Variant, as_json, count_launches, measure, reason, yardsticks
-from gradengine.bench.parts import accumulate, clip, hand_back, lora, norm
+from gradengine.bench.parts import accumulate, clip, finalise, hand_back, lora, norm
 from gradengine.bench.step import calls, compiled, half_absent, step, step_calls
 from gradengine.bench.workload import Workload, model_layout
 from gradengine.errors import CallerError
@@ -20,6 +20,11 @@ __all__ = ["NAMES", "Benchmarks", "Options", "run"]
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of peers: torch takes a norm in the gradients' dtype
 _LORA_BLOCKS = 4
+# Of many experts, and an embedding of 128,000 x 4,096: components of 12 and of 16,000 chunks.
+_SETS = {
+    "1,000 components": GradientLayout.of([(12 << 15,)] * 1000),
+    "one component": GradientLayout.of([(16000 << 15,)]),
+}
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,22 @@ class Benchmarks:
     def workload(self) -> Workload:
         """The model's gradients."""
         options = self.options
-        layout = model_layout(options.blocks, options.hidden, odd=options.odd)
-        return Workload.drawn(self.gpu, layout, options.k, options.dtype, odd=options.odd)
+        return Workload.drawn(self.gpu, self.layout, options.k, options.dtype, odd=options.odd)
 
     @property
-    def in_fp32(self) -> Workload:
-        """The model's gradients, which must be fp32, as sums and raw fp32 memory are."""
+    def layout(self) -> GradientLayout:
+        """The model's."""
+        return model_layout(self.options.blocks, self.options.hidden, odd=self.options.odd)
+
+    @property
+    def in_fp32(self) -> Benchmarks:
+        """These, whose gradients must be fp32, as sums and raw fp32 memory are."""
         if self.options.dtype != "float32":
             raise CallerError("this benchmark needs fp32", got=self.options.dtype, expected="--dtype float32")
-        return self.workload
+        return self
 
     def small(self, name: str) -> Workload:
-        """The gradients of a model of a few or of many small tensors, whose time is that of the launches."""
+        """The gradients of a model of a few or of many small tensors, whose time is that of the calls and launches."""
         layout = GradientLayout.of([(self.options.elements,)] * self.options.tensors[_SMALL[name]])
         return Workload.drawn(self.gpu, layout, self.options.k, self.options.dtype, odd=self.options.odd)
 
@@ -100,8 +109,9 @@ _VARIANTS: Mapping[str, Callable[[Benchmarks], list[Variant]]] = {
     "accumulate": lambda this: accumulate(this.workload.first(2), begun=1),
     "window": lambda this: accumulate(this.workload, this.holds),
     "norm": lambda this: norm(this.workload.first(1)),
-    "hand-back": lambda this: hand_back(this.in_fp32.first(1), to_bf16=False),
-    "hand-back-bf16": lambda this: hand_back(this.in_fp32.first(1), to_bf16=True),
+    "finalise": lambda this: finalise(this.gpu, {"the model": this.layout, **_SETS}),
+    "hand-back": lambda this: hand_back(this.in_fp32.workload.first(1), to_bf16=False),
+    "hand-back-bf16": lambda this: hand_back(this.in_fp32.workload.first(1), to_bf16=True),
     "clip": lambda this: clip(this.workload.first(1)),
     "step": lambda this: step(this.workload, this.holds),
     "step-few": lambda this: step(this.small("step-few"), this.holds),
@@ -109,11 +119,11 @@ _VARIANTS: Mapping[str, Callable[[Benchmarks], list[Variant]]] = {
     "half-none": lambda this: half_absent(this.small("half-none")),
     "compiled": lambda this: compiled(this.workload, this.options.compile_limit),
     "lora": lambda this: lora(this.lora),
-    "host": lambda this: calls(this.in_fp32),
-    "step-call": lambda this: step_calls(this.workload),
+    "host": lambda this: calls(this.in_fp32.small("host")),
+    "step-call": lambda this: step_calls(this.small("step-call")),
     "launches": lambda this: step(this.workload, this.holds),
 }
-_SMALL = {"step-few": 0, "step-many": 1, "half-none": 1}  # which of the numbers of tensors
+_SMALL = {"step-few": 0, "step-many": 1, "half-none": 1, "host": 1, "step-call": 1}  # which of the numbers of tensors
 # Which of a sample's times, where it is not the device's.
 _TIMES = {**dict.fromkeys(("lora", *_SMALL), "wall"), **dict.fromkeys(("host", "step-call"), "host")}
 NAMES = tuple(_VARIANTS)

@@ -1,4 +1,4 @@
-"""The parts of the step one by one: add micro-batches, compute a norm, hand back, clip.
+"""The parts of the step one by one: add micro-batches, compute a norm, finalise, hand back, clip.
 
 Bytes counted, of G a micro-batch's gradients and A the sum in fp32; each pass reads or writes whole buffers:
 
@@ -7,33 +7,37 @@ Bytes counted, of G a micro-batch's gradients and A the sum in fp32; each pass r
 - accumulate, one micro-batch to a sum that is there already: read G, read A, write A; the same for all.
 - norm: read G. Ours sums in fp64 where it matters; torch in the gradients' dtype. By hand each tensor is squared into
   memory first, which is not counted, nor is the widening of bfloat16.
+- finalise: 12 bytes a chunk, 48 a component; it is not memory's bandwidth that takes its time.
 - hand-back: read A, write A. To bfloat16: ours reads A and writes A / 2; torch multiplies in place (read A, write A)
   and then copies (read A, write A / 2).
 - clip, and the same of LoRA's blocks: read G for the norm, read and write G to scale.
 
-Launches on a GPU, of n tensors: ours 1 to add, 2 for a norm, 1 to hand back, 3 to clip. torch foreach: as many as its
-kernel arguments hold tensors and chunks for, and n for bfloat16 into fp32. By hand: n or more for each function.
+Launches on a GPU, of n tensors: ours 1 to add, to finalise or to hand back, 2 for a norm, 3 to clip. torch foreach: as
+many as its kernel arguments hold tensors and chunks for, and n for bfloat16 into fp32. By hand: n or more for each
+function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.arrays.buffer import Buffer
 from gradengine.bench.device import Array, Case, Gpu, launching
 from gradengine.bench.harness import Variant, in_turn
 from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused, clip_lora_gradients_fused, init_lora_fused_clip
-from gradengine.kernels import ClipPlan
+from gradengine.kernels import Arena, ClipPlan, chunk_for
 from gradengine.kernels.graphs import CudaGraph
-from gradengine.layout import LORA_COMPONENTS
+from gradengine.layout import LORA_COMPONENTS, GradientLayout
 
-__all__ = ["accumulate", "bytes_of_adding", "clip", "hand_back", "lora", "norm", "ours", "summed"]
+__all__ = ["accumulate", "bytes_of_adding", "clip", "finalise", "hand_back", "lora", "norm", "ours", "summed"]
 
 _OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
 _FACTOR = 0.75  # exact in fp32, and not 1, which would end the kernel at once
@@ -119,6 +123,32 @@ def norm(workload: Workload) -> list[Variant]:
 
     nbytes = workload.gradient_bytes
     return [ours("ours", nbytes, of_ours), *peers(workload, nbytes, of_peer)]
+
+
+# ---- finalise ----
+
+
+def finalise(gpu: Gpu, layouts: Mapping[str, GradientLayout]) -> list[Variant]:
+    """What follows a measurement, alone: squared sums that are there already, of gradients that are not."""
+
+    def case(layout: GradientLayout) -> Case:
+        kernels, sizes = gpu.kernels, [slot.size for slot in layout.slots]
+        partials = kernels.partial_sums(sizes)
+        squares = np.random.default_rng(2).exponential(size=sum(partials.counts))
+        arena = Arena(tuple(Buffer(0, size, "float32", (size,), True, None) for size in sizes), partials)
+        with arena.in_order():
+            partials.values.set(squares)
+        run = partial(kernels.finalise, arena, ClipPlan((0,) * len(sizes), (1.0,)), 1.0, zero_if_bad=False)
+        expected = math.sqrt(math.fsum(squares))
+        return Case(run, error=lambda: abs(float(run().norm) - expected) / expected)
+
+    def variant(name: str, layout: GradientLayout, *, is_first: bool) -> Variant:
+        chunk = chunk_for(layout.num_elements)
+        chunks = sum(-(-slot.size // chunk) for slot in layout.slots)
+        nbytes = 12 * chunks + 48 * len(layout.slots)
+        return Variant(f"ours, {name}", nbytes, partial(case, layout), base=is_first, required=True, tolerance=_OURS)
+
+    return [variant(name, layout, is_first=not number) for number, (name, layout) in enumerate(layouts.items())]
 
 
 # ---- hand back ----
