@@ -104,7 +104,8 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True, whole_sectors:
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
-    defines = {"SMALL_ARGUMENTS_ONLY": not large_arguments, "WHOLE_SECTORS": whole_sectors}
+    # K1 alone reads the second: the other files come from the cache, with the defines that they had.
+    defines = {"SMALL_ARGUMENTS_ONLY": not large_arguments, "WHOLE_SECTORS": whole_sectors and name == "accumulate"}
     options = ("--std=c++17", *(f"-D{name}" for name, is_defined in defines.items() if is_defined))
     module = xp.RawModule(code=source(name), options=options)
     try:
