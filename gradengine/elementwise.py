@@ -1,7 +1,8 @@
 """Single-buffer operations on raw arrays and pointers: add, scale, fill, cast. On a GPU one ElementwiseKernel each.
 
-For tensors outside any layout: one tensor at a time, in fp32, fp16 or bf16. Arithmetic is in fp32, each operation
-rounded once, with the same bits on either device; the fused kernels do the same for a whole gradient set in one launch.
+For tensors outside any layout: one contiguous tensor at a time, in fp32, fp16 or bf16. CuPy's ElementwiseKernel takes
+strided and broadcast operands, these do not. Arithmetic is in fp32, each operation rounded once, with the same bits on
+either device; the fused kernels do the same for a whole gradient set in one launch.
 """
 
 from __future__ import annotations

@@ -253,6 +253,13 @@ class TestRefused:
         optimizer.load_state_dict(torch.optim.AdamW(module.parameters()).state_dict())
         self.refused(module, optimizer, deferred(module), "not fused")
 
+    def test_a_fused_one_that_takes_no_scale_in_this_torch(self):
+        """As Adagrad's of torch 2.11."""
+        module = net()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        del optimizer._step_supports_amp_scaling
+        self.refused(module, optimizer, deferred(module), r"AdamW that takes no scale in torch \d.*; use engine.step")
+
     @pytest.mark.parametrize("then", ["add", "window"])
     def test_a_result_that_is_out_of_date(self, then):
         module = net()

@@ -33,8 +33,8 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
         BufferRefused: A parameter takes no fp32 gradient or is on another device, or the optimizer has a parameter with
             a gradient that is not the module's.
         LayoutMismatch: The result is not of this module's layout.
-        CallerError: The optimizer is not fused, or none of its parameters is the module's, or the result is not
-            deferred, or the engine has been called since.
+        CallerError: The optimizer is not fused, or takes no scale in this version of torch, or none of its parameters
+            is the module's, or the result is not deferred, or the engine has been called since.
 
     Example::
 
@@ -59,13 +59,18 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 def _refuse_not_fused(optimizer: Any) -> None:
     takes_both = has(optimizer, "_step_supports_amp_scaling") and optimizer._step_supports_amp_scaling
     # A loaded state dict brings its own `fused` with it.
-    if not (takes_both and all(group.get("fused", True) for group in optimizer.param_groups)):
-        raise CallerError(
-            "the optimizer cannot scale and skip by itself",
-            got=f"{type(optimizer).__name__} that is not fused",
-            expected="one of torch's fused optimizers",
-            do="build it with fused=True, or use engine.step() without deferred, and optimizer.step()",
-        )
+    if takes_both and all(group.get("fused", True) for group in optimizer.param_groups):
+        return
+    # Adagrad's takes a scale in newer versions of torch alone.
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    flaw = f"takes no scale in torch {torch.__version__}" if is_fused else "is not fused"
+    mend = "" if is_fused else "build it with fused=True, or "
+    raise CallerError(
+        "the optimizer cannot scale and skip by itself",
+        got=f"{type(optimizer).__name__} that {flaw}",
+        expected="one of torch's fused optimizers",
+        do=f"{mend}use engine.step() without deferred, and optimizer.step()",
+    )
 
 
 def _refuse_other_gradients(
