@@ -115,7 +115,7 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
         [benchmark("step", "the 350M model's step", 90, "step")],
         [benchmark("step-bf16", "the same of bf16 gradients", 90, "step", *bf16)],
         [settling(small=small), run_of_tests(found, small=small), sanitized("memcheck", "no access out of bounds")],
-        [benchmark("parts", "the step's kernels, each by itself", 90, *parts, "hand-back")],
+        [benchmark("parts", "the step's kernels, each by itself", 90, *parts, "finalise", "hand-back")],
         [benchmark("parts-bf16", "the same of bf16", 90, *parts, "clip", *bf16)],
         [measuring("loop", "a GPT's whole step by four loops", 60, small=small, needs=(TORCH,))],
         [benchmark("small", "small models; gradients that are None", 60, "step-few", "step-many", "half-none")],

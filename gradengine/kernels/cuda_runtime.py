@@ -247,7 +247,7 @@ class CudaRuntime(Device):
             self.kept.wait()
             return self._empty(shape, dtype)
         # Asked only now: whatever pool the caller has set may hold what the device has not.
-        free, total = self.xp.cuda.runtime.memGetInfo()
+        free, total = self.relaxed(self.xp.cuda.runtime.memGetInfo)
         raise OutOfDeviceMemory(
             f"{self.name} has too little memory, or its pool",
             got=f"{free} bytes free of {total}",

@@ -102,8 +102,8 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._backward = -1  # which has this number
         self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
         self._old: dict[str, bool] = {}  # parameters with a .grad as backward came to them: whether it is an old one
-        self._orders = engine.layout.orders
-        self._current_stream = _reader_of_streams(engine.accumulator.kernels.device.name)
+        self._orders, self._device = engine.layout.orders, engine.accumulator.kernels.device
+        self._current_stream = _reader_of_streams(self._device.name)
         self._stream: int | None = None  # on which the gradients that are noted were made
         self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
@@ -200,7 +200,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             _refuse_updated(used, self._scales or {})
         with self._on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
-        is_skipped = self._engine.on_non_finite == "skip" and float(result.skipped) > 0
+        is_skipped = self._engine.on_non_finite == "skip" and self._device.relaxed(float, result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
@@ -342,7 +342,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     def _on(self, stream: int | None) -> AbstractContextManager[object]:
         """A context in which a GPU engine's work is queued on one of torch's streams, so that no event is needed."""
-        return self._engine.accumulator.kernels.device.on(stream)
+        return self._device.on(stream)
 
     # ---- the step ----
 
