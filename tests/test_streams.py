@@ -554,7 +554,7 @@ class StubDevice:
 
     def __init__(self, handle=0):
         self.stream, self.kept, self.read_behind = StubStream(handle), Kept(None), []
-        self.is_capturing, self.active = lambda: False, contextlib.nullcontext
+        self.is_capturing, self.captures, self.active = lambda: False, lambda _: False, contextlib.nullcontext
 
     def current_stream(self):
         return self.stream
