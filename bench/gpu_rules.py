@@ -177,7 +177,7 @@ def _name(fault: Exception) -> str:
 
 def found(xp: Any, probe: Probe, mode: str, name: str) -> str:
     """What becomes of a call, and of the graph that another thread records meanwhile."""
-    call, events, refused, broken = probe.make(xp, name), Events(xp), [], []
+    call, events, refused, broken = probe.make(xp, name), Events(xp, xp.cuda.Device().id), [], []
     is_ready, is_recorded = threading.Event(), threading.Event()
 
     def be_another_thread() -> None:
@@ -199,6 +199,7 @@ def found(xp: Any, probe: Probe, mode: str, name: str) -> str:
     with recorded(xp, is_blocking=probe.is_blocking) as (_, why):
         is_recorded.set()
         thread.join()
+    xp.cuda.runtime.deviceSynchronize()  # what the call has queued reads memory that goes with it
     if broken:
         raise Broken(f"{name}: {type(broken[0]).__name__}: {broken[0]}") from broken[0]
     return ", ".join([*refused, *([VOID] if why else [])]) or FINE

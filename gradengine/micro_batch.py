@@ -86,7 +86,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             >>> engine.step().norm
             5.0
         """
-        if self._noted is None or self._has_ended:
+        if self._noted is None or not self._is_coming:
             self._whole(self._begin, name, gradient)
         assert self._noted is not None  # noqa: S101  (made by `_begin`)
         try:

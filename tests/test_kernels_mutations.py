@@ -15,6 +15,7 @@ import strategies as draw
 from backends import Backend, device_backend
 from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of, zero_sums
 
+from gradengine.errors import DeviceFailed
 from gradengine.kernels import ClipPlan, CudaKernels, launch, toolchain
 
 NAN, INF = np.nan, np.inf
@@ -352,6 +353,6 @@ def test_a_bug_is_caught(emulated, kernel, bug, monkeypatch):
     monkeypatch.setattr(toolchain, "source", mutated_source(file, *bug))
     xp = emulated.kernels.xp
     backend = device_backend(CudaKernels(xp, whole_sectors=kernel == FILLING_SECTORS))
-    errors = AssertionError, xp.cuda.runtime.CUDARuntimeError, xp.cuda.driver.CUDADriverError
+    errors = AssertionError, DeviceFailed, xp.cuda.runtime.CUDARuntimeError, xp.cuda.driver.CUDADriverError
     with expected_faults(), pytest.raises(errors):
         SCENARIOS[file](backend)

@@ -150,6 +150,11 @@ class TestNoted:
             with pytest.raises(WindowError, match="the micro-batch is over"):
                 call()
         engine.discard()
+        micro_batch = engine.micro_batch()
+        micro_batch.note("head", HEAD)
+        engine.discard()
+        with pytest.raises(WindowError, match="the micro-batch is over"):
+            micro_batch.note("norm", np.ones(3, np.float32))
         come_noted(engine, gradients_of(1).items())
         assert engine.step().micro_batches == 1
 
