@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, SupportsFloat, final
@@ -58,6 +58,28 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             WindowError: The micro-batch is over, or the component was sent to the other workers already.
         """
         self._whole(self._add, name, gradient)
+
+    def begin(self) -> None:
+        """Begin now, for layers that add gradients to the arena themselves: components without a sum are zeroed first.
+
+        Such a layer adds to `engine.accumulator.arrays()`, behind the current stream's work, and `note_added` follows.
+        After this an error leaves a window that takes no more: `discard()` drops it.
+
+        Raises:
+            WindowError: As `GradientEngine.micro_batch`; or the micro-batch's weight is not 1.
+        """
+        self._whole(self._begin_from_zero)
+
+    def note_added(self, name: str) -> None:
+        """Note that a component's layer has added its gradient to the arena, which counts as `add`.
+
+        The step measures its squared sum. In the window's last micro-batch the component's block may leave.
+
+        Raises:
+            LayoutMismatch: No such component.
+            WindowError: The micro-batch is over or has not begun, or the component was sent already.
+        """
+        self._whole(self._note_added, name)
 
     def note(self, name: str, gradient: object) -> bool:
         """Note one component's gradient, to be added with the rest of its block; till then it stays as it is.
@@ -149,11 +171,32 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             self._window = self._accumulator.window
         self._send_complete(self._accumulator.layout.span_of(name), [name])
 
+    def _begin_with(self, first: Mapping[str, object]) -> None:
+        if self._look_for_room():
+            self._accumulator.begin_micro_batch(self._weight, first)
+            self._window = self._accumulator.window
+
+    def _begin_from_zero(self) -> None:
+        if self._weight != 1:
+            raise WindowError(
+                "a layer that adds to the arena itself multiplies by no weight",
+                got=f"weight {self._weight}",
+                expected="1",
+                do='scale the loss, and build the engine with average="sum"',
+            )
+        self._begin_with({})
+        self._accumulator.flush(self._accumulator.layout.slots)
+
+    def _note_added(self, name: str) -> None:
+        if self._window is None:
+            raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
+        self._refuse_if_over()
+        self._accumulator.note_added(name)
+        self._send_complete(self._accumulator.layout.span_of(name), [name])
+
     def _begin(self, name: str, gradient: object) -> None:
         """Begin to note gradients; the micro-batch may have begun by `add`."""
-        if self._look_for_room():
-            self._accumulator.begin_micro_batch(name, gradient, self._weight)
-            self._window = self._accumulator.window
+        self._begin_with({name: gradient})
         self._noted = Noted(self._accumulator.groups)
 
     def _add_noted(self) -> None:

@@ -159,6 +159,60 @@ class TestNoted:
         assert engine.step().micro_batches == 1
 
 
+class TestAddedByOthers:
+    @pytest.mark.parametrize("known", [3, None])
+    def test_what_layers_add_to_the_arena_has_the_bits_of_what_is_added(self, backend, known):
+        """Beside components that are noted, and whole micro-batches; the squared sums are measured, too."""
+        engines = [GradientEngine(LAYOUT, backend.kernels, max_norm=0.5, micro_batches=known) for _ in range(2)]
+        for window in range(2):
+            for k, others in enumerate([(), ("head", "layers.0.w"), ("norm", "layers.1.w", "layers.0.b")]):
+                gradients = put_all(backend, gradients_of(3 * window + k))
+                if not others:
+                    engines[0].add(gradients)
+                else:
+                    with engines[0].micro_batch() as micro_batch:
+                        micro_batch.begin()
+                        arena = engines[0].accumulator.arrays()
+                        for name, gradient in gradients.items():
+                            if name in others:
+                                arena[name][...] += gradient
+                                micro_batch.note_added(name)
+                            elif micro_batch.note(name, gradient):
+                                micro_batch.add_noted()
+                engines[1].add(gradients)
+            found, expected = (engine.step() for engine in engines)
+            assert number_of(found.norm) == number_of(expected.norm)
+            assert bits_of(found) == bits_of(expected)
+
+    def test_the_first_of_a_window_finds_zeros_and_may_leave_the_rest_unused(self, backend):
+        engine = GradientEngine(TWO, backend.kernels)
+        engine.add(put_all(backend, [np.float32([5]), np.float32([5])]))
+        engine.step()
+        with engine.micro_batch() as micro_batch:
+            micro_batch.begin()
+            engine.accumulator.arrays()["w"][...] += 3
+            micro_batch.note_added("w")
+        result = engine.step()
+        assert result.unused == {"b"}
+        assert [float(on_host(g)[0]) for g in result.gradients.values()] == [3.0, 0.0]
+        assert number_of(result.norm) == 3.0
+
+    def test_it_is_refused_before_it_begins_and_once_it_is_over(self):
+        engine = GradientEngine(TWO)
+        micro_batch = engine.micro_batch()
+        with pytest.raises(WindowError, match="has not begun"):
+            micro_batch.note_added("w")
+        micro_batch.begin()
+        with pytest.raises(LayoutMismatch, match="tail"):
+            micro_batch.note_added("tail")
+        for call, why in ((engine.step, "part of a micro-batch"), (micro_batch.end, "no component has a gradient")):
+            with pytest.raises(WindowError, match=why):
+                call()
+        engine.discard()
+        with pytest.raises(WindowError, match="the micro-batch is over"):
+            micro_batch.note_added("w")
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "gradient", "error"),

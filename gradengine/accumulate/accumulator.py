@@ -212,12 +212,8 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
     ) -> None:
         """Add one component, in a block or not, of a micro-batch that is added component by component.
 
-        Args:
-            name: The component. If it is added again in the micro-batch its gradients add up, in order of the calls.
-            gradient: Its gradient.
-            weight: The micro-batch's weight, the same for all its components.
-            begins: It is the first: the micro-batch counts from now on, and is over at `end_micro_batch()`.
-            measure: Measure its squared sum in the same pass: for the window's last micro-batch.
+        If it is added again in the micro-batch its gradients add up, in order of the calls. `begins` says that it is
+        the first: the micro-batch counts from now on, and is over at `end_micro_batch()`. The rest is as for `add`.
 
         Raises:
             LayoutMismatch: No such component, or another shape.
@@ -230,16 +226,12 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             self._refuse_on_its_way(span)
         self._add(call, self._of_slot[name], (slot,), f"component '{name}'", [gradient], weight, measure)
 
-    def begin_micro_batch(self, name: str, gradient: object, weight: SupportsFloat = 1.0) -> None:
-        """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added.
-
-        Raises:
-            LayoutMismatch, BufferRefused, WindowError: As `add_component`; nothing has begun then.
-        """
-        added, slot = self.state.ask(Call.BEGIN), self.layout.slot(name)
-        given = self.weighing.checked(weight)
+    def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
+        """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added."""
+        added, given = self.state.ask(Call.BEGIN), self.weighing.checked(weight)
         self._window.refuse_lagging(self.layout.slots)
-        self._intake.check(slot, gradient)
+        for name, gradient in first.items():
+            self._intake.check(self.layout.slot(name), gradient)
         scalar = self.weighing.placed(given, self._window, self._all, begins=True)
         self.state.now = added  # first, so that after an interrupt nothing goes on with a window that is half begun
         self._window.begin(scalar)
@@ -251,6 +243,12 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         for span in group.spans:
             self._refuse_on_its_way(span)
         self._add(Call.COMPONENT, group.slot_set, group.slots, "a group", gradients, weight, measure)
+
+    def note_added(self, name: str) -> None:
+        """Note that a component's memory was added to by its own layer; raises as `add_component`."""
+        self._refuse_on_its_way(self.layout.span_of(name))
+        self.state.ask(Call.COMPONENT)
+        self._window.note_added(self._position[name])
 
     def end_micro_batch(self) -> None:
         """End a micro-batch that is added component by component: components not added had no gradient in it."""

@@ -135,8 +135,17 @@ class Window:
         self.weights.append(weight)
         self._is_even, self.is_coming = False, True
 
+    def note_added(self, position: int) -> None:
+        """Count a slot whose memory was added to by another's work, which nobody has measured."""
+        self.counts[position], self.used[position], self.measured[position] = len(self.weights), True, False
+
     def end(self) -> None:
-        """End a micro-batch that was added component by component: components not added had no gradient."""
+        """End a micro-batch that was added component by component: components not added had no gradient.
+
+        Raises `WindowError` if none was added.
+        """
+        if self.counts.max() < len(self.weights):
+            raise nothing_came(len(self.counts))
         self.counts[:] = len(self.weights)
         self._is_even, self.is_coming = True, False
 

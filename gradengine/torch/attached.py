@@ -25,6 +25,7 @@ from gradengine.layout.slots import refuse_other_order
 from gradengine.micro_batch import MicroBatch
 from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
+from gradengine.torch.main_grad import MainGrads, takes_added
 from gradengine.torch.weights import refuse_other_weights
 
 # torch's private names: without them a backward has to be in a `with`.
@@ -35,7 +36,7 @@ _note = MicroBatch.note  # before gradengine.torch keeps it from torch.compile: 
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -> Attached:
+def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, main_grad: bool = False) -> Attached:
     """Register hooks that add each gradient of a module to an engine as backward makes it, and free `.grad`.
 
     Args:
@@ -44,6 +45,9 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
         engine: The engine; with `hold` > 1 the gradients are kept until they are folded.
         alone: True if each rank of torch.distributed trains a model of its own. Otherwise, where there are several
             ranks, an engine without an exchange refuses to step: DistributedDataParallel's sum is lost with `.grad`.
+        main_grad: Give each parameter a `main_grad`, its view of the arena, for layers of TransformerEngine and
+            Megatron-LM that add weight gradients inside of their GEMM. Each backward needs a micro_batch() of
+            weight 1. `engine.step()` may be called, too, and leaves the result in `main_grad`.
 
     Returns:
         The object that begins micro-batches and steps. Keep it: without a reference to it, or after its `with`, the
@@ -52,7 +56,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
     Raises:
         LayoutMismatch: The layout is not `layout_of(module)`: names the first parameter that differs.
         BufferRefused: A parameter is on another device, or has a gradient already.
-        CallerError: The module, a part of it or the engine is attached already.
+        CallerError: The module, a part of it or the engine is attached already, or a parameter has a `main_grad`.
 
     Example::
 
@@ -66,6 +70,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
     """
     refuse_other_kind("engine", engine, GradientEngine)
     parameters, alone = trainable(module), truth_value("alone", alone)
+    main_grad = truth_value("main_grad", main_grad)
     if alone:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -80,7 +85,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False) -
             raise BufferRefused(f"parameter '{name}' has a gradient already", do="call zero_grad() before attach()")
     for other in list(_live):
         other._refuse_same(parameters, engine)
-    return Attached(module, parameters, engine, alone=alone)
+    return Attached(module, parameters, engine, alone=alone, main_grad=main_grad)
 
 
 @final
@@ -92,7 +97,13 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
     """
 
     def __init__(
-        self, module: Parameters, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine, *, alone: bool
+        self,
+        module: Parameters,
+        parameters: Mapping[str, torch.nn.Parameter],
+        engine: GradientEngine,
+        *,
+        alone: bool,
+        main_grad: bool,
     ) -> None:
         self._module, self._parameters, self._engine, self._alone = module, parameters, engine, alone
         self._within: MicroBatch | None = None  # of the `with`
@@ -110,14 +121,16 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
         own = weakref.ref(self)
         called_before, called, refuse = map(torch.compiler.disable, (_look, _take, _refuse_early))
-        handles: list[Any] = []
+        self._has_main_grad = main_grad
+        handles: list[Any] = [MainGrads(parameters, engine.accumulator.arrays())] if main_grad else []
         for name, parameter in parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
             handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
             handles.append(parameter.register_post_accumulate_grad_hook(partial(called, own, name)))
         handles.append(register_optimizer_step_post_hook(partial(refuse, own)))
         self._remove = weakref.finalize(self, _remove_all, handles)
-        engine.accumulator.state.hooks = self._remove
+        self._refusal = None if main_grad else self._remove  # of a bare engine.step(): it would leave each .grad None
+        engine.accumulator.state.hooks = self._refusal
         _live.add(self)
 
     def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
@@ -153,6 +166,9 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
                 loss_of_the_generator(discriminator(generator(noise))).backward()
             discriminator.zero_grad()
         """
+        if self._has_main_grad:
+            do = "freeze the module, or give the other model's loss a module without main_grad"
+            raise CallerError("layers that add to main_grad do so also while attached is paused", do=do)
         return _Pause(self)
 
     def step(self, *, scaler: Any = None, unscale: bool = True, partial: bool = False) -> StepResult:
@@ -237,6 +253,9 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
     def _enter(self, micro_batch: MicroBatch) -> None:
         """Let the next gradients go into this micro-batch."""
         self._note_scales()
+        if self._has_main_grad:
+            with self._on(self._current_stream()):
+                micro_batch.begin()
         self._within, self._unentered = micro_batch, None
 
     def _note_scales(self) -> None:
@@ -277,6 +296,10 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         if gradient is None:
             raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
         micro_batch = self._within or self._of_this_backward(name)
+        if self._has_main_grad and takes_added(parameter):
+            micro_batch.note_added(name)
+            if not getattr(parameter, "zero_out_wgrad", False):
+                return  # the gradient holds nothing
         if gradient.requires_grad:  # as create_graph makes it
             gradient = gradient.detach()
         if name in self._orders or not parameter.is_contiguous():
@@ -321,6 +344,10 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             what = "a micro_batch() was made, and backward ran outside of it"
             raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
         self._drop_unfinished()
+        if self._has_main_grad:
+            self._engine.micro_batch().begin()  # what layers have added is in the window: only discard() leads out
+            what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
+            raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
         self._note_scales()
         self._of_backward, self._backward = self._engine.micro_batch(), _current_graph_task()
         _queue_callback(self._end_of_backward)
@@ -355,7 +382,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             try:
                 result = self._engine.step(loss_scale=loss_scale, partial=is_partial)
             finally:
-                state.hooks = self._remove
+                state.hooks = self._refusal
             return result, {name: view_for(p, name, result.gradients) for name, p in self._parameters.items()}
         made = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in self._parameters.items()}
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
