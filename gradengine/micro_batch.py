@@ -175,6 +175,8 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         if self._look_for_room():
             self._accumulator.begin_micro_batch(self._weight, first)
             self._window = self._accumulator.window
+        if self._noted is None:
+            self._noted = Noted(self._accumulator.groups)
 
     def _begin_from_zero(self) -> None:
         if self._weight != 1:
@@ -188,16 +190,17 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         self._accumulator.flush(self._accumulator.layout.slots)
 
     def _note_added(self, name: str) -> None:
-        if self._window is None:
+        if self._window is None or self._noted is None:
             raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
         self._refuse_if_over()
         self._accumulator.note_added(name)
+        if self._noted.complete(name):
+            self._add_noted()
         self._send_complete(self._accumulator.layout.span_of(name), [name])
 
     def _begin(self, name: str, gradient: object) -> None:
         """Begin to note gradients; the micro-batch may have begun by `add`."""
         self._begin_with({name: gradient})
-        self._noted = Noted(self._accumulator.groups)
 
     def _add_noted(self) -> None:
         if self._noted is None:

@@ -1,6 +1,7 @@
 """Layers that add weight gradients to `main_grad` in backward, as TransformerEngine's and Megatron-LM's do."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from gradengine import GradientEngine  # noqa: E402
 from gradengine.accumulate import groups  # noqa: E402
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError  # noqa: E402
+from gradengine.errors import BufferRefused, CallerError, NonFiniteGradient, WindowError  # noqa: E402
 from gradengine.torch import attach, gradients_of, layout_of  # noqa: E402
 
 
@@ -121,9 +122,10 @@ def test_what_a_layer_added_is_measured_and_searched():
 
 def test_blocks_leave_while_backward_runs(monkeypatch):
     monkeypatch.setattr(groups, "JOINED", 0)
+    start = Net()
 
     def work(exchange):
-        ours, found = Net(), []
+        ours, found = copy.deepcopy(start), []
         engine = GradientEngine(layout_of(ours), exchange=exchange, micro_batches=1)
         attached = attach(ours, engine, main_grad=True)
         ours.layers[0].weight.register_hook(lambda _: found.append(set(engine._reducer.workers.started)))
@@ -135,6 +137,26 @@ def test_blocks_leave_while_backward_runs(monkeypatch):
 
     first, second = on_ranks(work, 2)
     assert first == second
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_several_ranks_sum_what_layers_added_and_what_hooks_took(tied):
+    """Also in blocks that are joined, some of which a layer completes before the others' hooks."""
+    start = Net()
+
+    def work(main_grad, exchange):
+        module = copy.deepcopy(start)
+        module.layers[0].weight.zero_out_wgrad = tied
+        engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=2)
+        attached = attach(module, engine, main_grad=main_grad)
+        for k in range(2):
+            with attached.micro_batch():
+                loss_of(module, exchange.rank, k, fused=(0, 2) if main_grad else (), tied=tied).backward()
+        return {name: gradient.copy() for name, gradient in attached.step().gradients.items()}
+
+    for found, expected in zip(*(on_ranks(partial(work, way), 2) for way in (True, False)), strict=True):
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-5)
 
 
 class TestRefused:
@@ -159,15 +181,28 @@ class TestRefused:
         engines[1].add(gradients_of(theirs))
         assert_close(attached.step(), engines[1].step())
 
-    def test_a_backward_without_a_with(self):
-        attached, ours, _, engines = pair()
+    @pytest.mark.parametrize("way", ["bare", "full", "not entered", "old .grad", "autograd.grad"])
+    def test_what_layers_add_outside_of_a_micro_batch_spoils_the_window(self, way):
+        attached, ours, _, engines = pair(micro_batches=1 if way == "full" else None)
         with attached.micro_batch():
             loss_of(ours, 0).backward()
-        with pytest.raises(WindowError, match=r"main_grad=True .*micro_batch\(\)"):
-            loss_of(ours, 1).backward()
+        if way == "not entered":
+            attached.micro_batch()
+        if way == "old .grad":
+            ours.layers[2].bias.grad = torch.ones(4)
+        if way == "autograd.grad":
+            x = batch(1).requires_grad_()
+            torch.autograd.grad(Fused.apply(x, ours.layers[1].weight).sum(), x)
+        else:
+            with pytest.raises((WindowError, BufferRefused)):
+                loss_of(ours, 1).backward()
         with pytest.raises(WindowError, match=r"discard\(\)"):
             attached.step()
         engines[0].discard()
+        ours.zero_grad()
+        with attached.micro_batch():
+            loss_of(ours, 2, fused=()).backward()  # a layer that has added before is not taken for one that adds now
+        assert float(attached.step().gradients["layers.1.weight"].sum()) != 0
 
     def test_a_weight_and_a_pause_and_another_owner(self):
         attached, ours, theirs, engines = pair()

@@ -240,15 +240,16 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         self, group: Group, gradients: Sequence[object], weight: SupportsFloat = 1.0, *, measure: bool = False
     ) -> None:
         """Add a gradient, or None, for each component of one of `groups`, in order; otherwise as `add_component`."""
-        for span in group.spans:
-            self._refuse_on_its_way(span)
+        for slot, gradient in zip(group.slots, gradients, strict=True) if self._left else ():
+            if gradient is not None:
+                self._refuse_on_its_way(self.layout.span_of(slot.name))
         self._add(Call.COMPONENT, group.slot_set, group.slots, "a group", gradients, weight, measure)
 
     def note_added(self, name: str) -> None:
         """Note that a component's memory was added to by its own layer; raises as `add_component`."""
         self._refuse_on_its_way(self.layout.span_of(name))
         self.state.ask(Call.COMPONENT)
-        self._window.note_added(self._position[name])
+        self._window.note_added(self._position[name], name)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch that is added component by component: components not added had no gradient in it."""

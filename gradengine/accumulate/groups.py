@@ -58,11 +58,11 @@ class Noted:
 
     def __init__(self, groups: Groups) -> None:
         self._places, self._most = groups.places, groups.most
+        self._missing: dict[Group, int] = {}  # components of a group that have no gradient yet
         self._clear()
 
     def _clear(self) -> None:
         self._gradients: list[tuple[Group, int, object]] = []
-        self._missing: dict[Group, int] = {}  # components of a group that were not noted
         self._elements = 0
 
     def note(self, name: str, gradient: object) -> bool:
@@ -72,6 +72,12 @@ class Noted:
         self._elements += size
         self._missing[group] = missing = self._missing.get(group, group.count) - 1
         return missing <= 0 or self._elements > self._most
+
+    def complete(self, name: str) -> bool:
+        """Count a component that needs no gradient; returns whether to add what is noted."""
+        group, *_ = self._places[name]
+        self._missing[group] = missing = self._missing.get(group, group.count) - 1
+        return missing <= 0 and bool(self._gradients)
 
     def taken(self) -> Iterator[tuple[Group, list[object]]]:
         """Take what was noted: groups with their gradients in order, None for components without one.

@@ -135,8 +135,14 @@ class Window:
         self.weights.append(weight)
         self._is_even, self.is_coming = False, True
 
-    def note_added(self, position: int) -> None:
-        """Count a slot whose memory was added to by another's work, which nobody has measured."""
+    def note_added(self, position: int, name: str) -> None:
+        """Count a slot whose memory was added to by another's work, which nobody has measured.
+
+        Raises `WindowError` if it held no sum to add to.
+        """
+        if not self.filled[position]:
+            what = f"a layer added component '{name}' to memory that held another window's sum"
+            raise WindowError(what, do="call begin() before layers add to the arena; discard() this window")
         self.counts[position], self.used[position], self.measured[position] = len(self.weights), True, False
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradengine.accumulate.state import State
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
@@ -121,8 +122,8 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
         own = weakref.ref(self)
         called_before, called, refuse = map(torch.compiler.disable, (_look, _take, _refuse_early))
-        self._has_main_grad = main_grad
-        handles: list[Any] = [MainGrads(parameters, engine.accumulator.arrays())] if main_grad else []
+        self._main_grads = MainGrads(parameters, engine.accumulator.arrays()) if main_grad else None
+        handles: list[Any] = [self._main_grads] if self._main_grads else []
         for name, parameter in parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
             handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
@@ -166,7 +167,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
                 loss_of_the_generator(discriminator(generator(noise))).backward()
             discriminator.zero_grad()
         """
-        if self._has_main_grad:
+        if self._main_grads:
             do = "freeze the module, or give the other model's loss a module without main_grad"
             raise CallerError("layers that add to main_grad do so also while attached is paused", do=do)
         return _Pause(self)
@@ -208,6 +209,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._refuse_lone_rank()
         self._refuse_other_parameters()
         self._drop_unfinished()
+        self._refuse_stray()
         if self._engine.world_size > 1 and self._engine.current_step == 0:
             refuse_other_weights(self._engine, self._parameters)
         used = scaler if scaler is not None and _is_enabled(scaler) else None
@@ -253,10 +255,27 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
     def _enter(self, micro_batch: MicroBatch) -> None:
         """Let the next gradients go into this micro-batch."""
         self._note_scales()
-        if self._has_main_grad:
+        if self._main_grads:
+            self._refuse_stray()
             with self._on(self._current_stream()):
                 micro_batch.begin()
         self._within, self._unentered = micro_batch, None
+
+    def _spoil(self) -> None:
+        """Have the window refused after an error in a hook, if layers may have added to it, until discard()."""
+        if self._main_grads:
+            self._engine.accumulator.state.now = State.BROKEN
+
+    def _refuse_stray(self) -> None:
+        """Raise `WindowError` if a layer added to an open window outside of a micro-batch."""
+        name = self._main_grads.take_stray() if self._main_grads else None
+        if name is not None and self._engine.has_open_window:
+            self._spoil()
+            raise WindowError(
+                f"the layer of '{name}' added to main_grad outside of micro_batch()",
+                got="a backward that failed, or torch.autograd.grad",
+                do="discard() the window; run such a backward between windows",
+            )
 
     def _note_scales(self) -> None:
         """Note how the scalers are as a window begins."""
@@ -296,10 +315,10 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         if gradient is None:
             raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
         micro_batch = self._within or self._of_this_backward(name)
-        if self._has_main_grad and takes_added(parameter):
+        # With zero_out_wgrad the gradient holds what other uses of the parameter gave.
+        if self._main_grads and takes_added(parameter) and not getattr(parameter, "zero_out_wgrad", False):
             micro_batch.note_added(name)
-            if not getattr(parameter, "zero_out_wgrad", False):
-                return  # the gradient holds nothing
+            return
         if gradient.requires_grad:  # as create_graph makes it
             gradient = gradient.detach()
         if name in self._orders or not parameter.is_contiguous():
@@ -323,6 +342,9 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
+        if self._main_grads:
+            what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
+            raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
         if self._of_backward and _current_graph_task and _current_graph_task() == self._backward:
             return self._of_backward
         if _current_graph_task is None or _queue_callback is None or _is_compiled():
@@ -344,10 +366,6 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
             what = "a micro_batch() was made, and backward ran outside of it"
             raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
         self._drop_unfinished()
-        if self._has_main_grad:
-            self._engine.micro_batch().begin()  # what layers have added is in the window: only discard() leads out
-            what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
-            raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
         self._note_scales()
         self._of_backward, self._backward = self._engine.micro_batch(), _current_graph_task()
         _queue_callback(self._end_of_backward)
@@ -472,7 +490,11 @@ def _look(
 def _take(attached: weakref.ref[Attached], name: str, parameter: torch.nn.Parameter) -> None:
     owner = attached()
     if owner is not None:
-        owner._take(name, parameter)
+        try:
+            owner._take(name, parameter)
+        except BaseException:
+            owner._spoil()
+            raise
 
 
 def _refuse_early(attached: weakref.ref[Attached], optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -23,18 +23,23 @@ class MainGrads:
     """The attributes of parameters that such layers look for; `remove()` deletes them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], arena: Mapping[str, Any]) -> None:
-        self._parameters: list[Any] = list(parameters.values())
+        self._parameters: dict[str, Any] = dict(parameters)
         for name, parameter in parameters.items():
             if hasattr(parameter, "main_grad"):
                 do = "attach without main_grad=True, or delete the attribute"
                 raise CallerError(f"parameter '{name}' has a main_grad already, of another owner", do=do)
-        for name, parameter in zip(parameters, self._parameters, strict=True):
+        for name, parameter in self._parameters.items():
             parameter.main_grad = view_for(parameter, name, arena)
             parameter.grad_added_to_main_grad = False
 
+    def take_stray(self) -> str | None:
+        """The first parameter to which a layer has added since its hook last looked; none is marked afterwards."""
+        stray = [name for name, parameter in self._parameters.items() if takes_added(parameter)]
+        return stray[0] if stray else None
+
     def remove(self) -> None:
         """Delete the attributes."""
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             for name in _NAMES:
                 vars(parameter).pop(name, None)
 
@@ -42,5 +47,6 @@ class MainGrads:
 def takes_added(parameter: Any) -> bool:
     """Whether the parameter's layer has added to its `main_grad` since this was asked last."""
     is_added = bool(parameter.grad_added_to_main_grad)
-    parameter.grad_added_to_main_grad = False
+    if is_added:
+        parameter.grad_added_to_main_grad = False
     return is_added
