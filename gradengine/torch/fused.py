@@ -62,7 +62,8 @@ def _refuse_not_fused(optimizer: Any) -> None:
     if takes_both and all(group.get("fused", True) for group in optimizer.param_groups):
         return
     # Adagrad's takes a scale in newer versions of torch alone.
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    is_fused = bool(groups) and all(group.get("fused") for group in groups)
     flaw = f"takes no scale in torch {torch.__version__}" if is_fused else "is not fused"
     mend = "" if is_fused else "build it with fused=True, or "
     raise CallerError(
