@@ -108,9 +108,9 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
     return [
         [
             Stage(
-                "kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 60
+                "kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 150
             ),
-            Stage("machine", "GPU, driver and versions", python("-m", "gradengine.bench.machine", FOUND), 60, lines=60),
+            Stage("machine", "GPU and versions", python("-m", "gradengine.bench.machine", FOUND), 150, lines=60),
         ],
         [benchmark("step", "the 350M model's step", 90, "step")],
         [benchmark("step-bf16", "the same of bf16 gradients", 90, "step", *bf16)],
@@ -122,9 +122,9 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
         [benchmark("host", "the host's time for a call", 60, "host", "step-call")],
         [benchmark("more", "the rest of the kernels", 90, "window", "clip", "hand-back-bf16", "lora")],
         # From here on: what the first ten minutes do without.
+        [measuring("counters", "what ncu counts in each kernel", 90, small=small)],
         [benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, "step", *parts, *hand_back, *odd)],
         [benchmark("bf16-odd", "the same of bf16", 55, "step", *parts, *odd, *bf16)],
-        [measuring("counters", "what ncu counts in each kernel", 90, small=small)],
         [sanitized("racecheck", "no race in shared memory")],
         [benchmark("launches", "what a step asks of the device", 45, "launches", needs=(TORCH,))],
         [benchmark("compiled", "beside torch.compile", 180, "compiled", "--compile-limit", "70", needs=(TORCH,))],
@@ -466,7 +466,7 @@ def run_all(
     if bad:
         run.leave_out(rest, f"{' and '.join(bad)} did not pass")
         return
-    found = replace(others(min(LIMIT, (run.end - time.monotonic()) / 4)), gpu_memory=run.kept.gpu_memory)
+    found = replace(others(min(LIMIT, (run.end - time.monotonic()) / 3)), gpu_memory=run.kept.gpu_memory)
     run.kept.whole["missing"] = dict(found.missing)
     rest = wanted(found)[1:]
     print(*announced(found, rest), sep="\n", flush=True)

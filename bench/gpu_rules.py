@@ -193,7 +193,7 @@ def found(xp: Any, probe: Probe, mode: str, name: str) -> str:
         finally:
             is_ready.set()
 
-    thread = threading.Thread(target=be_another_thread)
+    thread = threading.Thread(target=be_another_thread, daemon=True)
     thread.start()
     is_ready.wait()
     with recorded(xp, is_blocking=probe.is_blocking) as (_, why):

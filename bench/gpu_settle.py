@@ -323,6 +323,8 @@ def two_ranks_by_nccl() -> None:
     torch = _gpu_of("torch", lambda torch: torch.cuda.is_available())
     if not torch.distributed.is_nccl_available():
         raise NotHere("this torch has no NCCL")
+    if torch.cuda.nccl.version() < (2, 30):
+        raise NotHere("this NCCL gives a GPU to one rank alone: 2.30 is the first that need not")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(  # noqa: S603  (ours)
