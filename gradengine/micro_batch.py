@@ -109,8 +109,8 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             5.0
         """
         if self._noted is None or not self._is_coming:
-            self._whole(self._begin, name, gradient)
-        assert self._noted is not None  # noqa: S101  (made by `_begin`)
+            self._whole(self._begin_with, {name: gradient})
+        assert self._noted is not None  # noqa: S101  (made by `_begin_with`)
         try:
             return self._noted.note(name, gradient)
         except (KeyError, TypeError):
@@ -172,6 +172,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         self._send_complete(self._accumulator.layout.span_of(name), [name])
 
     def _begin_with(self, first: Mapping[str, object]) -> None:
+        """Begin to note gradients, of which the first is checked; the micro-batch may have begun by `add`."""
         if self._look_for_room():
             self._accumulator.begin_micro_batch(self._weight, first)
             self._window = self._accumulator.window
@@ -197,10 +198,6 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         if self._noted.complete(name):
             self._add_noted()
         self._send_complete(self._accumulator.layout.span_of(name), [name])
-
-    def _begin(self, name: str, gradient: object) -> None:
-        """Begin to note gradients; the micro-batch may have begun by `add`."""
-        self._begin_with({name: gradient})
 
     def _add_noted(self) -> None:
         if self._noted is None:

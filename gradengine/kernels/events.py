@@ -1,4 +1,4 @@
-"""Asks events whether they are done, keeps memory until then, and knows a device that has failed.
+"""Asks events whether they are done, keeps memory until then, and notes which devices have failed.
 
 No other file asks the driver for its progress, or looks at the errors by which it says that a device has failed.
 """
