@@ -88,6 +88,15 @@ def _graph(call: Callable[[Any, int, Any], object]) -> Probe:
     return Probe(make)
 
 
+def _recorded(xp: Any, _: str) -> Callable[[], object]:
+    """A graph that is recorded; the call makes it ready to run, as CuPy does at the end of a capture."""
+    runtime, stream, array = xp.cuda.runtime, xp.cuda.Stream(non_blocking=True), xp.zeros(SIZE, np.uint8)
+    stream.begin_capture(runtime.streamCaptureModeRelaxed)
+    runtime.memsetAsync(array.data.ptr, 1, SIZE, stream.ptr)
+    graph = runtime.streamEndCapture(stream.ptr)
+    return lambda: (runtime.graphInstantiate(graph), array)
+
+
 def _load(xp: Any, name: str) -> Callable[[], object]:
     return lambda: xp.RawModule(code=CODE.format(name)).compile()
 
@@ -150,6 +159,7 @@ PROBES = {
     "module load": Probe(_load),
     "first launch": _launch(is_first=True),
     "later launch": _launch(is_first=False),
+    "graphInstantiate": Probe(_recorded),
     "graphLaunch": _graph(lambda runtime, graph, stream: runtime.graphLaunch(graph, stream.ptr)),
     "graphExecDestroy": _graph(lambda runtime, graph, _: runtime.graphExecDestroy(graph)),
 }

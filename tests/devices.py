@@ -62,8 +62,12 @@ def synchronize(backend):
 
 
 def operations_of(graph):
-    """The names of a recorded graph's kernels, copies and fills, in the order they were asked for."""
-    return re.findall(r'label="([^"]*)"', graph.debug_dot_str())
+    """The names of a recorded graph's kernels, copies and fills, in the order they were asked for.
+
+    CUDA's own labels begin with the node's number, and one is that of the whole graph.
+    """
+    labels = re.findall(r'label="([^"]*)"', graph.debug_dot_str())
+    return [label.split("\n")[1 if "\n" in label else 0] for label in labels if not label.startswith("graph_")]
 
 
 def raw(buffer, **change):

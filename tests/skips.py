@@ -23,7 +23,8 @@ _PACKAGE = (
     r"@node-rs/xxhash)"
 )
 NOT_INSTALLED = rf"could not import '{_PACKAGE}\b|(\S+ needs )?{_PACKAGE}(, which)? is not installed$|torch < 2\.10$"
-NO_GPU = r"CuPy is not installed|no GPU|fewer than \d+ GPUs"
+NO_GPU = r"CuPy is not installed|no GPU|fewer than 1 GPUs"
+ONE_GPU = r"fewer than \d+ GPUs"
 NO_GPU_IN_FRAMEWORK = r"this (torch|JAX) has no CUDA|(torch|jax) has no GPU"
 ASKED_FOR = r"set TEST_(PACKAGE|MPI)=1|CuPy is installed|has a GPU"  # other targets and machines
 OLD = r"NumPy 2\.0 exports none|older versions release the lock"
@@ -33,15 +34,18 @@ SYSTEM = (
 )
 
 
-def allowed(reason: str, *, has_gpu: bool) -> bool:
-    """Whether a test may be skipped for this.
+def allowed(reason: str, *, gpus: int) -> bool:
+    """Return whether a test may be skipped for this where so many GPUs must be; the stand-in has two.
 
-    >>> allowed("could not import 'torch': No module named 'torch'", has_gpu=False)
+    >>> allowed("could not import 'torch': No module named 'torch'", gpus=0)
     True
-    >>> allowed("no GPU", has_gpu=False), allowed("no GPU", has_gpu=True), allowed("too slow today", has_gpu=False)
+    >>> allowed("no GPU", gpus=0), allowed("no GPU", gpus=1), allowed("too slow today", gpus=0)
     (True, False, False)
+    >>> allowed("fewer than 2 GPUs", gpus=1), allowed("fewer than 2 GPUs", gpus=2)
+    (True, False)
     """
-    reasons = [NOT_INSTALLED, NO_GPU_IN_FRAMEWORK, ASKED_FOR, OLD, SYSTEM, *([] if has_gpu else [NO_GPU])]
+    lacking = [*([NO_GPU] if gpus < 1 else []), *([ONE_GPU] if gpus < 2 else [])]
+    reasons = [NOT_INSTALLED, NO_GPU_IN_FRAMEWORK, ASKED_FOR, OLD, SYSTEM, *lacking]
     return any(re.match(each, reason) for each in reasons)
 
 
@@ -66,8 +70,8 @@ def pytest_runtest_logreport(report: Any) -> None:
     if not report.skipped or not isinstance(report.longrepr, tuple):
         return
     reason = str(report.longrepr[2]).removeprefix("Skipped: ")
-    has_gpu = "real_cupy.importing" in sys.modules or os.environ.get("GRADENGINE_REQUIRE_GPU") == "1"
-    if not allowed(reason, has_gpu=has_gpu):
+    gpus = 2 if "real_cupy.importing" in sys.modules else int(os.environ.get("GRADENGINE_REQUIRE_GPU") == "1")
+    if not allowed(reason, gpus=gpus):
         _refused.append(f"{report.nodeid}: {reason}")
 
 

@@ -129,6 +129,12 @@ def clipped_in_a_new_thread(on):
         return [fresh.submit(clip_by_global_norm, on.gradients, 1.0).result() for _ in range(2)]
 
 
+def end(on):
+    """Drop a graph whose replays are over: the next call that frees memory frees the graph."""
+    del on.graph
+    gc.collect()
+
+
 def exchanged(on):
     """Two ranks, whose spans go through pinned memory."""
     layout = GradientLayout.of([(300,)])
@@ -168,6 +174,7 @@ CALLS = {
     "large pinned memory": with_another(loaded, 300),
     "exchange": exchanged,
     "another engine": lambda on: lambda: GradientEngine(LAYOUT, on.device.kernels),
+    "the end of a graph": lambda on: lambda: (end(on), [step(on.engine, on.gradients) for _ in range(2)]),
     "drop": lambda on: lambda: (on.__dict__.clear(), gc.collect()),
 }
 
@@ -217,13 +224,17 @@ class TestACaptureOfSomebodyElse:
             stream.end_capture()
 
 
+#: Calls that no error of the device ends, or whose engine is another one.
+OTHERS = {"drop", "the end of a graph", "exchange", "addresses by memory"}
+
+
 class TestADeviceThatFailed:
     """After an error, whoever's, the driver answers each call with it, and each call of ours with `DeviceFailed`."""
 
     MESSAGE = "work on the GPU ended in an error.*: got cudaErrorIllegalAddress.*; start this process again"
 
     @pytest.mark.usefixtures("pinned_by_the_driver")
-    @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"drop", "exchange", "addresses by memory"}))
+    @pytest.mark.parametrize("call", sorted(CALLS.keys() - OTHERS))
     def test_is_told_by_each_call_wherever_the_driver_says_so(self, emulated, call):
         """By whichever of the call's questions it is: a launch, a copy, a wait, the place of a stream."""
         from real_cupy.loaded import lost

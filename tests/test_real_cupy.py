@@ -1,4 +1,4 @@
-"""Real CuPy without a GPU (`make test-device`; collected there alone): what goes wrong on a GPU is found here."""
+"""Real CuPy over the stand-in for a GPU (`make test-device`, and nowhere else): it finds what a GPU lets pass."""
 
 import contextlib
 import os
@@ -17,6 +17,7 @@ from gradengine import GradientEngine, GradientLayout
 from gradengine.errors import DeviceFailed
 from gradengine.kernels.cuda_device import CudaDevice
 
+pytestmark = pytest.mark.usefixtures("emulated")
 ROOT = Path(__file__).parent.parent
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
 

@@ -143,11 +143,15 @@ class Kept:
 
         Without that bound a host that runs ahead would keep one set of gradients for each micro-batch it is ahead.
         """
-        self._wait_until(lambda: sum(size for *_, size in list(self._waiting)) <= MOST_LENT)
+        self._events.relaxed(self._wait_until, lambda: sum(size for *_, size in list(self._waiting)) <= MOST_LENT)
         self._waiting.append(((event,), memory, nbytes))
 
     def let_go(self) -> None:
-        """Free entries whose events are done. Each is popped before it is tested, so threads do not race."""
+        """Free entries whose events are done, in relaxed mode: to free a graph is a call of the driver too."""
+        self._events.relaxed(self._let_go)
+
+    def _let_go(self) -> None:
+        """Pop each entry before it is tested, so that threads do not race."""
         for _ in range(len(self._waiting)):
             try:
                 entry = self._waiting.popleft()
@@ -162,7 +166,7 @@ class Kept:
 
     def wait(self) -> None:
         """Wait for all events, and free all entries."""
-        self._wait_until(lambda: False)
+        self._events.relaxed(self._wait_until, lambda: False)
 
     def _wait_until(self, is_enough: Callable[[], bool]) -> None:
         while self._waiting and not is_enough():

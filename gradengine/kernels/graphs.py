@@ -121,7 +121,7 @@ class CudaGraph(Graph):
             self._abandon()
             return
         try:
-            self.graph = self._runtime.events.asked(self._stream.end_capture)
+            self.graph = self._runtime.relaxed(self._stream.end_capture)
         except BaseException:
             self._abandon()
             raise
@@ -157,7 +157,7 @@ class CudaGraph(Graph):
         try:
             if self._has_begun:
                 with suppress(Exception):  # it may say that the capture is void; why it is, the caller is told
-                    self._stream.end_capture()
+                    self._runtime.relaxed(self._stream.end_capture)
                 self._has_begun = False  # not where an interrupt came before: it is ended when this is called again
         finally:
             self._close()

@@ -218,6 +218,7 @@ Error cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status
 }
 Error cudaGraphInstantiate(cudaGraphExec_t* handle, cudaGraph_t from, unsigned long long) {
   TURN;
+  REFUSE(refuse_unsafe_call());
   const Graph* graph = known(graphs, from);
   WANT(graph, cudaErrorInvalidValue);
   auto* made = new Executable{std::make_shared<const std::vector<Node>>(graph->nodes), nullptr};
@@ -234,7 +235,13 @@ Error cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t where) {
 }
 Error cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 Error cudaGraphDestroy(cudaGraph_t handle) { return destroy(graphs, handle, cudaErrorInvalidValue); }
-Error cudaGraphExecDestroy(cudaGraphExec_t handle) { return destroy(executables, handle, cudaErrorInvalidValue); }
+Error cudaGraphExecDestroy(cudaGraphExec_t handle) {
+  {
+    TURN_EVEN_IF_LOST;
+    REFUSE(refuse_unsafe_call());
+  }
+  return destroy(executables, handle, cudaErrorInvalidValue);
+}
 Error cudaGraphDebugDotPrint(cudaGraph_t handle, const char* path, unsigned) {
   TURN;
   const Graph* graph = known(graphs, handle);
