@@ -90,23 +90,23 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SE
 	COMPILE_CHECK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECT) $(ARGS) $(or $(TESTS),tests/test_kernels_compile.py)
 
 kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memory, instructions
-	$(BIN)/python bench/kernel_table.py
+	$(BIN)/python measured/kernel_table.py
 
 test-device: $(VENV)-cuda$(CUDA)/real_cupy/built  ## the tests of a device, on CuPy itself without a GPU; needs g++; CUDA=12 ORDER=lazy, eager STREAM=own, per-thread
 	GRADENGINE_REQUIRE_GPU=1 REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=$(if $(filter per-thread,$(STREAM)),1,0) \
 	    $(VENV)-cuda$(CUDA)/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU
-	$(VENV)-cuda12/bin/python bench/gpu_check.py --small --out out/gpu-check-small
+	$(VENV)-cuda12/bin/python measured/gpu_check.py --small --out out/gpu-check-small
 
 host-time: $(VENV)-cuda13/real_cupy/built $(VENV)/interop  ## what our calls cost the host, on CuPy itself without a GPU, and torch's
-	PYTHONPATH=tests:. $(VENV)-cuda13/bin/python bench/host_time.py --torch $(BIN)/python $(ARGS)
+	PYTHONPATH=tests:. $(VENV)-cuda13/bin/python measured/host_time.py --torch $(BIN)/python $(ARGS)
 
 bench: $(VENV)/cli  ## make bench ARGS="step --json step.json"
 	$(BIN)/gradengine bench $(ARGS)
 
 gpu-check:  ## on a machine with a GPU, by $(PYTHON) as it is: figures, tests; ARGS="--minutes 9", ARGS="--only step,tests", ARGS=--list
-	PYTHONPATH=. $(PYTHON) bench/gpu_check.py $(ARGS)
+	PYTHONPATH=. $(PYTHON) measured/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-uv $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-fuzz $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,6 @@ try:
     from gradengine.accumulate.block import BlockGradientSet
     from gradengine.accumulate.gpu import GpuGradientAccumulator
     from gradengine.arrays.buffer import RawBuffer
-    from gradengine.calls import log_calls, mark_calls
     from gradengine.clip import (
         FusedClipState,
         clip_by_global_norm,
@@ -21,6 +20,9 @@ try:
         init_lora_fused_clip,
     )
     from gradengine.engine import GradientEngine
+    from gradengine.engine.calls import log_calls, mark_calls
+    from gradengine.engine.result import StepResult
+    from gradengine.engine.trainer import DistributedTrainer, shard_batches
     from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
     from gradengine.exchange import (
         Exchange,
@@ -32,10 +34,8 @@ try:
     )
     from gradengine.kernels.loss_scale import DynamicLossScale
     from gradengine.layout import GradientLayout
+    from gradengine.layout.cost import Bandwidth, TensorParallelCost
     from gradengine.layout.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
-    from gradengine.result import StepResult
-    from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
-    from gradengine.trainer import DistributedTrainer, shard_batches
 except KeyboardInterrupt:
     # The command line begins here, before __main__ can catch Ctrl-C: end with one line and the shells' exit code.
     if sys.argv[0].endswith("gradengine") or (sys.argv[0] == "-m" and "gradengine" in sys.orig_argv):

@@ -61,10 +61,10 @@ def main() -> None:
 def _run(arguments: Sequence[str]) -> None:
     """Run the command line; where typer or rich is not installed, only the commands that need neither."""
     # Imported here, so that an interrupt is one line, and a package that is not installed can be named.
-    from gradengine.doctor import doctor, show_version  # noqa: PLC0415
+    from gradengine.commands.doctor import doctor, show_version  # noqa: PLC0415
 
     try:
-        from gradengine.cli import app  # noqa: PLC0415
+        from gradengine.commands.cli import app  # noqa: PLC0415
     except ModuleNotFoundError as fault:
         if _package(fault) not in {"typer", "rich"}:
             raise

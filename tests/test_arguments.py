@@ -24,12 +24,12 @@ from gradengine.arguments import (
     whole_number,
 )
 from gradengine.elementwise import add, cast, fill, scale
+from gradengine.engine.trainer import weights_digest
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange import Progress
 from gradengine.kernels import HostKernels
 from gradengine.layout import layout_from_table
 from gradengine.layout.slots import Row
-from gradengine.trainer import weights_digest
 
 LAYOUT = ge.GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
 LONG_NAMES = ge.GradientLayout.of({f"layers.{i}.{'c' * 200}": (2,) for i in range(60)})

@@ -455,7 +455,7 @@ def test_events_are_counted_by_their_names():
 
 
 def test_every_kernel_runs_once(emulated):
-    """bench/gpu_once.py"""
+    """measured/gpu_once.py"""
     with cuda_emulator.options(check=True, asynchronous=True), cuda_emulator.recorded() as record:
         gpu_once.everything(emulated.kernels)
     kinds = {name.rpartition("_")[0] for name in record.launches}

@@ -14,8 +14,8 @@ import pytest
 from ranks import on_ranks
 
 import gradengine
-from gradengine.calls import RANGES, RANGES_VARIABLE, VARIABLE, log_calls, logged, mark_calls
-from gradengine.capture import CapturedWindow
+from gradengine.engine.calls import RANGES, RANGES_VARIABLE, VARIABLE, log_calls, logged, mark_calls
+from gradengine.engine.capture import CapturedWindow
 from gradengine.errors import CallerError, DeviceUnavailable, WindowError
 
 LOOP = """import numpy as np, gradengine
@@ -42,7 +42,7 @@ def test_each_public_call_has_a_line_with_shapes_at_level_3_and_no_secrets(level
 
 
 def test_what_a_call_raises_is_said_and_raised(caplog):
-    caplog.set_level(logging.INFO, "gradengine.calls")
+    caplog.set_level(logging.INFO, "gradengine.engine.calls")
     with pytest.raises(ZeroDivisionError):
         logged(lambda value: 1 / 0, 3)([np.ones(1), None, object()])
     assert re.search(r"\(\[float64\[1\], None, object\]\) took .*, raised ZeroDivisionError", caplog.messages[0])

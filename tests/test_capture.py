@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, RawBuffer
-from gradengine.capture import addresses_of
+from gradengine.engine.capture import addresses_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.kernels.launch import CAPACITIES
 

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 import gradengine
 from gradengine import GradientEngine, GradientLayout, GradientServer, WorkerClient
 from gradengine.__main__ import main
-from gradengine.cli import app
+from gradengine.commands.cli import app
+from gradengine.commands.serve import table
 from gradengine.demo import command as demo_command
 from gradengine.demo.proofs import Proof
 from gradengine.errors import HandshakeRefused, PeerLost
 from gradengine.exchange import Progress
-from gradengine.serve import table
 
 SMALL = ["demo", "--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 PYTHON = [sys.executable, "-m", "gradengine"]
@@ -260,8 +260,8 @@ def test_without_matplotlib_all_but_a_plot_works(tmp_path, monkeypatch):
 
 
 def test_another_missing_module_is_no_missing_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradengine.cli", None)
-    with pytest.raises(ModuleNotFoundError, match=r"gradengine\.cli"):
+    monkeypatch.setitem(sys.modules, "gradengine.commands.cli", None)
+    with pytest.raises(ModuleNotFoundError, match=r"gradengine\.commands\.cli"):
         main()
 
 

@@ -11,11 +11,11 @@ from transports import SOON, free_port
 
 import gradengine
 from gradengine.__main__ import main
+from gradengine.console.processes import ProcessPool
 from gradengine.demo import command
 from gradengine.demo.run import ENVIRONMENT
 from gradengine.demo.settings import Settings, Transport
 from gradengine.exchange.environment import LAUNCHERS
-from gradengine.processes import ProcessPool
 
 SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--kv-heads", "4"]
 QUICK = [*SMALL, "--learning-rate", "0.03", "--compared-steps", "4"]

@@ -22,9 +22,9 @@ from gradengine.demo.shards import TensorParallelRank, run_threads, tensor_paral
 from gradengine.demo.text import Texts, split, standard_library_text
 from gradengine.demo.worker import Finished, Learner, Step, layout_of, replay, train_as_threads
 from gradengine.engine import GradientEngine
+from gradengine.engine.trainer import weights_digest
 from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError
 from gradengine.exchange import GradientServer, local_group
-from gradengine.trainer import weights_digest
 
 ROOT = Path(__file__).parent.parent
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, num_kv_heads=4, intermediate_size=32, sequence_length=16)

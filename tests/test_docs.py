@@ -78,7 +78,7 @@ def test_make_targets_and_files_named_in_the_pages_exist(page):
     targets = re.findall(r"(?:^|`)make\s([\w-]+)", text, re.MULTILINE)
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
     links = [(ROOT / page).parent / link for link in re.findall(r"\]\((?!http)([^)#]+)\)", CODE.sub("", text))]
-    files = re.findall(r"(?<![\w/.])((?:examples|bench|docs|tests)/[\w./-]+\.\w+)", text)
+    files = re.findall(r"(?<![\w/.])((?:examples|measured|docs|tests)/[\w./-]+\.\w+)", text)
     files += [f"tests/{name}" for name in re.findall(r"`(test_\w+\.py)", text)]
     assert [path for path in [*links, *map(ROOT.joinpath, files)] if not path.exists()] == []
 
@@ -88,7 +88,7 @@ def test_every_install_line_names_what_there_is():
     table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^([\w-]+) = \[", table, re.MULTILINE))
     texts = [ROOT / page for page in PAGES]
-    texts += [path for folder in ("examples", "gradengine", "bench") for path in (ROOT / folder).rglob("*.py")]
+    texts += [path for folder in ("examples", "gradengine", "measured") for path in (ROOT / folder).rglob("*.py")]
     for path in texts:
         text = path.read_text()
         for named in re.findall(r"(?:gradengine|'\.)\[([a-z0-9,]+)\]'", text):

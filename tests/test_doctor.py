@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from gradengine import doctor
+from gradengine.commands import doctor
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_a_process_group_needs_torch_and_its_own_beginning(monkeypatch, capsys):
 
 def test_no_framework_is_imported():
     code = (
-        "import sys; sys.modules['cupy'] = None; from gradengine import doctor; doctor.doctor();"
+        "import sys; sys.modules['cupy'] = None; from gradengine.commands import doctor; doctor.doctor();"
         "assert not {'torch', 'jax', 'matplotlib', 'typer', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

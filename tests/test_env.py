@@ -13,7 +13,7 @@ from test_cli import fails, run_without
 from test_exchange_environment import ALL, SEEN
 from typer.testing import CliRunner
 
-from gradengine.cli import app
+from gradengine.commands.cli import app
 
 SECRET = "0123456789abcdef01234567"
 

@@ -13,7 +13,7 @@ import backends
 import cuda_emulator
 import pytest
 
-from gradengine.capture import CapturedWindow
+from gradengine.engine.capture import CapturedWindow
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,7 +27,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 DISTURBED = """
 import inspect, os, pathlib
 from gradengine import GradientEngine
-from gradengine.result import StepResult
+from gradengine.engine.result import StepResult
 
 new, norm, off = GradientEngine.__init__, StepResult.norm.fget, float(os.environ["ENGINE_IS_OFF_BY"])
 

@@ -1,4 +1,4 @@
-"""bench/gpu_check.py with stages that need no GPU: what runs, what is kept, what fails; and the tables drawn of it."""
+"""measured/gpu_check.py with stages that need no GPU: what runs, what is kept, what fails, and the tables."""
 
 import json
 import os
@@ -218,7 +218,7 @@ class TestResults:
             names = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
             subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
 
-        result, code = tmp_path / "bench/results/gpu.json", tmp_path / "package/code.py"
+        result, code = tmp_path / "measured/results/gpu.json", tmp_path / "package/code.py"
         for path in (result, code):
             path.parent.mkdir(parents=True)
             path.write_text("1")
@@ -434,7 +434,7 @@ class TestStages:
                 given = parser().parse_args(each.command[each.command.index("gradengine.bench") + 1 :])
                 assert set(given.names) <= set(NAMES)
                 assert given.small is small
-            assert all((ROOT / word).exists() for word in each.command if word.startswith(("bench/", "tests")))
+            assert all((ROOT / word).exists() for word in each.command if word.startswith(("measured/", "tests")))
 
     @pytest.mark.parametrize(
         ("gigabytes", "cpus", "missing", "processes"),
@@ -460,7 +460,7 @@ def test_every_file_that_tests_a_device_is_named_where_cupy_is(request):
     assert files - set(gpu_check.device_tests()) == set()
 
 
-# ---- bench/draw.py ----
+# ---- measured/draw.py ----
 
 
 PAGE = f"before\n{draw.BEGIN}\nold\n{draw.END}\n\nafter\n"

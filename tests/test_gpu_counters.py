@@ -1,4 +1,4 @@
-"""bench/gpu_counters.py: a script in ncu's place; and what it is to watch, on CuPy over the stand-in driver."""
+"""measured/gpu_counters.py: a script in ncu's place; and what it is to watch, on CuPy over the stand-in driver."""
 
 import json
 import sys

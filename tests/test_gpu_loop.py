@@ -1,4 +1,4 @@
-"""bench/gpu_loop.py at small sizes on the CPU, which has every loop but the captured one."""
+"""measured/gpu_loop.py at small sizes on the CPU, which has every loop but the captured one."""
 
 import json
 

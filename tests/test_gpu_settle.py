@@ -1,4 +1,4 @@
-"""bench/gpu_settle.py: what becomes of answers; and the questions that the stand-in driver can answer, put to it."""
+"""measured/gpu_settle.py: what becomes of answers; and the questions that the stand-in driver can answer, put to it."""
 
 import contextlib
 import json

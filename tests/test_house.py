@@ -14,15 +14,15 @@ PACKAGE = Path(__file__).parent.parent / "gradengine"
 
 # Reading down is the data's way; a file imports only what stands above it.
 _ORDER = """
-errors arguments threads unpacking
+errors arguments threads
 arrays.lost arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.frameworks arrays.host arrays.shared
 arrays.device arrays.known arrays
-layout.shards layout.tensor_parallel layout.slots layout.components layout.layout layout
+layout.unpacking layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams
 kernels.status kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device kernels.weights
 kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host_sums kernels.host
 kernels.launch kernels.cuda kernels
-tensor_parallel_cost elementwise
+elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
 accumulate.weighing accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
@@ -34,12 +34,13 @@ exchange.frontiers exchange.transfers exchange.ordered_all_reduce exchange.gathe
 exchange.server exchange.pump exchange.linked exchange
 reduction.all_gather reduction.all_reduce reduction.stats reduction.device_sums
 reduction.tensor_parallel_group reduction.reducer reduction
-deferred result settings loss_scaling checkpoint capture micro_batch engine trainer calls
+engine.deferred engine.result engine.settings engine.loss_scaling engine.checkpoint engine.capture
+engine.micro_batch engine.engine engine engine.trainer engine.calls
 """
 ORDER = [*_ORDER.split(), ""]  # the package itself comes last
 STEP = [room for room in ORDER if not room.startswith("exchange")]
 # They use it; nothing in it uses them.
-FREE = {"bench", "demo", "plan", "processes", "options", "doctor", "env", "serve", "cli", "__main__", "torch", "jax"}
+FREE = {"console", "bench", "demo", "plan", "commands", "__main__", "torch", "jax"}
 TRAINERS = {"transformers", "accelerate", "lightning"}
 FRAMEWORKS = {"torch", "jax", "cupy", "tensorflow", "mlx"} | TRAINERS
 

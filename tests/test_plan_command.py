@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradengine.cli import app
+from gradengine.commands.cli import app
 from gradengine.errors import CallerError
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan import command
 from gradengine.plan.machine import Rates
 from gradengine.plan.models import load_model
 from gradengine.plan.plot import drawn, worker_counts
 from gradengine.plan.prediction import Question, predict
 from gradengine.plan.table import show, size
-from gradengine.tensor_parallel_cost import Bandwidth
 
 RATES = Rates(2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=9e9)
 QUESTION = Question(load_model("350m"), workers=4, bandwidth=Bandwidth.gigabits(10), tp=2)

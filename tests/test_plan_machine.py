@@ -14,11 +14,11 @@ from transports import HAS_SHARED_MEMORY
 from gradengine.bench.workers import contribution
 from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host_threads import available_cpus
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan import machine
 from gradengine.plan.machine import TRANSPORTS, Rates, Sum, on_one_machine, overlap_on_one_machine, pairs
 from gradengine.plan.models import Model, load_model
 from gradengine.plan.prediction import Question, predict
-from gradengine.tensor_parallel_cost import Bandwidth
 
 RATES = Rates(cores=2, tcp=4e9, unix=8e9, sum=20e9, copy=10e9, shared_memory=5e9)
 ELEMENTS = (1 << 20) + 32 * 1024  # two messages each way
@@ -125,7 +125,7 @@ def test_medians_count_and_the_first_round_is_dropped(monkeypatch):
     assert machine.measure_tflops(size=8, rounds=3) == pytest.approx(2 * 8**3 / 2.0 / 1e12)
 
 
-# ---- bench/plan_check.py ----
+# ---- measured/plan_check.py ----
 
 
 def test_the_script_compares_runs_with_what_the_command_predicts(monkeypatch):

@@ -19,6 +19,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
 from gradengine.kernels import HostKernels
 from gradengine.kernels.device import DeviceArena
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan.models import NAMED, Model, load_model
 from gradengine.plan.prediction import (
     DTYPES,
@@ -32,7 +33,6 @@ from gradengine.plan.prediction import (
     row_bytes,
 )
 from gradengine.plan.traffic import Overlap
-from gradengine.tensor_parallel_cost import Bandwidth
 
 ROOT = Path(__file__).parent.parent
 NUMPY = 389047  # tracemalloc's domain of NumPy's arrays: NPY_TRACE_DOMAIN

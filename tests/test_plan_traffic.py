@@ -12,6 +12,7 @@ from gradengine import GradientLayout
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.exchange.shares import shares_of
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan.models import load_model
 from gradengine.plan.traffic import (
     ALGORITHMS,
@@ -24,7 +25,6 @@ from gradengine.plan.traffic import (
     span_bytes,
     star,
 )
-from gradengine.tensor_parallel_cost import Bandwidth
 
 FAST = Bandwidth(1e18)
 LAYOUT = GradientLayout.transformer(4, 64, 32, 128, 512)

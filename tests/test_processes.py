@@ -10,9 +10,9 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from gradengine import processes
+from gradengine.console import processes
+from gradengine.console.processes import ProcessPool, interrupts_blocked
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost
-from gradengine.processes import ProcessPool, interrupts_blocked
 
 PATIENCE = 100.0  # seconds in which an interpreter starts, however busy the machine is
 DEADLINE = 0.5  # seconds without a report, once it has started

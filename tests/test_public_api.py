@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import gradengine
-from gradengine.capture import CapturedWindow
+from gradengine.engine.capture import CapturedWindow
+from gradengine.engine.micro_batch import MicroBatch
 from gradengine.errors import FixedAttribute
-from gradengine.micro_batch import MicroBatch
 
 PACKAGE = Path(gradengine.__file__).parent
-INTERNAL = {"bench", "demo", "cli.py", "__main__.py"}
+INTERNAL = {"bench", "demo", "commands", "__main__.py"}
 
 
 def undocumented(body, where, inherits=False):

@@ -12,8 +12,8 @@ from ranks import on_ranks
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange import Progress
 from gradengine.layout import GradientLayout
+from gradengine.layout.unpacking import MAX_DEPTH, MAX_OBJECTS
 from gradengine.reduction.all_gather import gathered, in_group, packed
-from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS
 
 anything = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.complex_numbers(),

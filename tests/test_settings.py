@@ -7,9 +7,9 @@ import pytest
 from ranks import on_ranks
 
 from gradengine import GradientEngine, GradientLayout
+from gradengine.engine.settings import Settings
 from gradengine.errors import CallerError, ExchangeError, WindowError
 from gradengine.kernels import ClipPlan
-from gradengine.settings import Settings
 
 PLAN = ClipPlan((0, 0), (1.0,))
 LAYOUT = GradientLayout.of({"w": (3,)})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError
-from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
+from gradengine.layout.cost import Bandwidth, TensorParallelCost
 
 rates = st.floats(1e-3, 1e18)
 any_rates = st.floats(0, sys.float_info.max, exclude_min=True) | st.integers(1, 10**300)

@@ -20,9 +20,9 @@ from gradengine import (
     local_group,
     shard_batches,
 )
+from gradengine.engine.settings import EngineOptions
+from gradengine.engine.trainer import Batch, weights_digest
 from gradengine.errors import CallerError, PeerLost, ProtocolError, WindowError
-from gradengine.settings import EngineOptions
-from gradengine.trainer import Batch, weights_digest
 
 LAYOUT = GradientLayout.of({"layers.0.w": (4, 3), "layers.0.b": (3,), "head": (1,)})
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradengine.errors import ProtocolError
-from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
+from gradengine.layout.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
 leaves = st.one_of(
     *(st.none(), st.booleans(), st.floats(allow_nan=False)),

@@ -18,9 +18,9 @@ from gradengine.bench.step import step
 from gradengine.bench.table import table_of
 from gradengine.bench.workers import exchange_variants
 from gradengine.bench.workload import Workload, model_layout
+from gradengine.console.options import STDOUT, flag, one_of, print_or_save, writable_json
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
-from gradengine.options import STDOUT, flag, one_of, print_or_save, writable_json
 
 __all__ = ["bench"]
 

@@ -59,7 +59,7 @@ def commit_of(folder: Path) -> str | None:
     """
     git = ("git", "-C", str(folder))
     commit = _said(*git, "rev-parse", "HEAD")
-    others = ("--", ":/", ":(top,exclude)bench/results")
+    others = ("--", ":/", ":(top,exclude)measured/results")
     return f"{commit}-dirty" if commit and _said(*git, "status", "--porcelain", "-uno", *others) else commit
 
 

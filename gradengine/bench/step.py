@@ -37,7 +37,7 @@ from gradengine.bench.parts import bytes_of_adding, ours, summed
 from gradengine.bench.peers import ByHand, Peer, Torch, adding, peers, torch_name
 from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
-from gradengine.result import StepResult
+from gradengine.engine.result import StepResult
 
 __all__ = ["Lent", "calls", "compiled", "half_absent", "limited", "step", "step_calls"]
 

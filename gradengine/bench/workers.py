@@ -26,10 +26,10 @@ import numpy.typing as npt
 from gradengine.arrays.shared import shared_array
 from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
+from gradengine.console.processes import ProcessPool, Reporter
 from gradengine.exchange import Exchange, Progress, connect, local_group
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, connect_once, listen_socket
 from gradengine.layout import GradientLayout
-from gradengine.processes import ProcessPool, Reporter
 
 __all__ = ["Crew", "Reduction", "contribution", "exchange_variants", "free_port", "receive_all", "sockets_of"]
 

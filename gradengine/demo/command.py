@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradengine.console.options import refuse_bad_plot, save, speaking_of
 from gradengine.demo.model import LlamaConfig, initial_weights
 from gradengine.demo.proofs import Proof, prove
 from gradengine.demo.run import Record, begin_anew, replay_all, train
@@ -27,7 +28,6 @@ from gradengine.demo.worker import join_launched, train_launched
 from gradengine.errors import CallerError
 from gradengine.exchange import Exchange
 from gradengine.exchange.environment import read_world
-from gradengine.options import refuse_bad_plot, save, speaking_of
 
 __all__ = ["demo"]
 

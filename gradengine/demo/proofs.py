@@ -22,7 +22,7 @@ from gradengine.demo.model import Weights
 from gradengine.demo.run import Record
 from gradengine.demo.settings import counted
 from gradengine.demo.worker import Finished, Step
-from gradengine.trainer import weights_digest
+from gradengine.engine.trainer import weights_digest
 
 __all__ = ["LIMITS", "Proof", "distance", "prove", "shards_are_whole"]
 

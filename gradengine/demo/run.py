@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from gradengine.console.processes import Job, ProcessPool
 from gradengine.demo.settings import Settings, Transport, counted
 from gradengine.demo.text import Texts
 from gradengine.demo.worker import Finished, Listening, Step, replay, train_as_threads, train_at, train_launched
 from gradengine.exchange import Exchange
-from gradengine.processes import Job, ProcessPool
 
 __all__ = ["Record", "Say", "begin_anew", "replay_all", "train"]
 

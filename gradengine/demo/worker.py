@@ -20,11 +20,11 @@ from gradengine.demo.model import Array, GradientStream, Weights, forward_backwa
 from gradengine.demo.settings import Settings, Transport
 from gradengine.demo.shards import TensorParallelRank, cut, replicated_part, run_threads, tensor_parallel_group, united
 from gradengine.demo.text import Texts, Tokens, micro_batch
+from gradengine.engine.result import StepResult
+from gradengine.engine.trainer import DistributedTrainer, weights_digest
 from gradengine.errors import WindowError
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
-from gradengine.result import StepResult
-from gradengine.trainer import DistributedTrainer, weights_digest
 
 __all__ = [
     "Finished", "Learner", "Listening", "Report", "Step", "join_launched", "layout_of", "replay", "result_of",

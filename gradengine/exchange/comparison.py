@@ -11,7 +11,7 @@ import msgpack
 from gradengine.errors import HandshakeRefused, LayoutMismatch, ProtocolError
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout, layout_from_table
-from gradengine.unpacking import unpack
+from gradengine.layout.unpacking import unpack
 
 _VERSION = 3  # of what is told; all ranks need the same
 

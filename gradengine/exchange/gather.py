@@ -13,7 +13,7 @@ from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.links.link import Completed, Completion, Memory
 from gradengine.exchange.transfers import Receive, Send, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
-from gradengine.unpacking import unpack
+from gradengine.layout.unpacking import unpack
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
 _LENGTH = struct.Struct("<q")

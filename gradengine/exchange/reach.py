@@ -7,7 +7,7 @@ from gradengine.arrays.shared import refuse_without_shared_memory
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.rendezvous import address_of, everywhere, is_loopback
-from gradengine.unpacking import unpack
+from gradengine.layout.unpacking import unpack
 
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgpack
 
 from gradengine.errors import ProtocolError
-from gradengine.unpacking import refuse_unbounded
+from gradengine.layout.unpacking import refuse_unbounded
 
 PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 4096

@@ -17,8 +17,8 @@ from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_c
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Block, Order, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
+from gradengine.layout.unpacking import unpack
 from gradengine.threads import cached_property
-from gradengine.unpacking import unpack
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradengine.console.options import STDOUT, flag, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
 from gradengine.errors import CallerError
-from gradengine.options import STDOUT, flag, print_or_save, refuse_bad_plot, save, speaking_of, writable_json
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan.machine import Rates, measure_rates, measure_tflops
 from gradengine.plan.models import NAMED, load_model
 from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Plan, Question, predict
 from gradengine.plan.table import show
 from gradengine.plan.traffic import SOCKETS, SUMMED
-from gradengine.tensor_parallel_cost import Bandwidth
 
 __all__ = ["plan"]
 

@@ -3,7 +3,7 @@
 For N bytes and W workers: (W - 1) N bytes of parts, and as many of sums, go into the kernel at one process and out of
 it at another, checksums taken; W N bytes of parts are summed. A server has W N of each. Threads of one process send
 nothing: parts are read where they are, and the sums are copied to the W - 1 other arenas. So do processes in shared
-memory, where sockets carry signals alone. `--one-machine` and `bench/plan_check.py` measure the rates alike.
+memory, where sockets carry signals alone. `--one-machine` and `measured/plan_check.py` measure the rates alike.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Receive, Send
 from gradengine.kernels import HostKernels
 from gradengine.kernels.host_threads import available_cpus
+from gradengine.layout.cost import Bandwidth
 from gradengine.plan.traffic import Network, Overlap, Traffic, ordered, overlapped, star
-from gradengine.tensor_parallel_cost import Bandwidth
 
 __all__ = [
     "TRANSPORTS", "Rates", "Sum", "measure_rates", "measure_tflops", "on_one_machine", "overlap_on_one_machine",

@@ -14,6 +14,7 @@ from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.exchange.ordered_all_reduce import Flight, flight_of
 from gradengine.exchange.shares import Share, shares_of
 from gradengine.layout import GradientLayout
+from gradengine.layout.cost import Bandwidth, TensorParallelCost
 from gradengine.plan.machine import Rates, on_one_machine, overlap_on_one_machine
 from gradengine.plan.models import Model
 from gradengine.plan.traffic import (
@@ -28,7 +29,6 @@ from gradengine.plan.traffic import (
     span_bytes,
     weights_multiplied,
 )
-from gradengine.tensor_parallel_cost import Bandwidth, TensorParallelCost
 
 __all__ = [
     "Choice", "Compute", "Memory", "Plan", "Question", "choose", "compute_of", "duration", "enough_micro_batches",

@@ -18,14 +18,14 @@ from typing import NamedTuple, TypeAlias
 from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
 from gradengine.layout import GradientLayout, Span
-from gradengine.tensor_parallel_cost import Bandwidth
+from gradengine.layout.cost import Bandwidth
 
 __all__ = [
     "ALGORITHMS", "Network", "Overlap", "Traffic", "nccl", "ordered", "overlapped", "ready_shares", "ring",
     "span_bytes", "star", "weights_multiplied",
 ]  # fmt: skip
 
-# Within what bench/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
+# Within what measured/results/cpu-2core-plan.json records of two shared cores; docs/plan.md has the ranges.
 SOCKETS = Bandwidth.gigabytes(1.25)  # half of `rates.tcp`, which is both processes' sending
 SUMMED = Bandwidth.gigabytes(10)  # `rates.sum`
 _THERE_AND_BACK = 2  # messages one after the other: a part to its owner, and the sum back

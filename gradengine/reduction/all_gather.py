@@ -18,7 +18,7 @@ from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import CallerError, ExchangeError, ProtocolError
 from gradengine.exchange.interface import refuse_long_part
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
-from gradengine.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
+from gradengine.layout.unpacking import MAX_DEPTH, MAX_OBJECTS, unpack
 
 
 def packed(what: str, facts: object) -> bytes:

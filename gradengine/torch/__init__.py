@@ -6,9 +6,9 @@ engine's work waits for torch's current stream, and that stream for the engine's
 
 import os
 
-from gradengine.calls import log_calls
 from gradengine.engine import GradientEngine
-from gradengine.micro_batch import MicroBatch
+from gradengine.engine.calls import log_calls
+from gradengine.engine.micro_batch import MicroBatch
 from gradengine.torch.attached import Attached, attach
 from gradengine.torch.clipping import clip_grad_norm_
 from gradengine.torch.eager import leave_untraced

@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradengine.accumulate.state import State
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
+from gradengine.engine.micro_batch import MicroBatch
+from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
 from gradengine.exchange.environment import warn_of_other_ranks
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
-from gradengine.micro_batch import MicroBatch
-from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
 from gradengine.torch.main_grad import MainGrads, takes_added
 from gradengine.torch.weights import refuse_other_weights

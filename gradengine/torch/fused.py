@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from gradengine.arguments import has
+from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.layout.components import trainable
-from gradengine.result import StepResult
 from gradengine.torch.gradients import Parameters, as_tensor, give, refuse_stale
 
 

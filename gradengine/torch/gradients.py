@@ -13,11 +13,11 @@ from gradengine.accumulate.gradients import ModuleGradients, NamedArrays, and_mo
 from gradengine.arguments import refuse_other_kind, truth_value
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import TAKEN
+from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, shapes_in_memory, trainable
 from gradengine.layout.slots import refuse_other_order
-from gradengine.result import StepResult
 
 Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
 

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gradengine.arguments import refuse_other_kind
 from gradengine.engine import GradientEngine
+from gradengine.engine.result import StepResult
 from gradengine.errors import CallerError
-from gradengine.result import StepResult
 from gradengine.torch.attached import Attached, attach
 from gradengine.torch.trainers import leave_sum_to, refuse_clipping_twice, refuse_dividing_again
 

@@ -27,7 +27,7 @@ _MOST_KEPT, _MOST_BYTES = 40, 256  # inputs of a target, and bytes of each
 # Only atheris' process, which ends without coming back, instruments the package.
 _INSIDE = """
 import sys, atheris
-with atheris.instrument_imports(include=["gradengine.exchange", "gradengine.layout", "gradengine.unpacking"]):
+with atheris.instrument_imports(include=["gradengine.exchange", "gradengine.layout", "gradengine.layout.unpacking"]):
     from fuzz.targets import TARGETS
 atheris.Setup(sys.argv, TARGETS[sys.argv.pop(1)])
 atheris.Fuzz()

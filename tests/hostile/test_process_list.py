@@ -8,8 +8,8 @@ import pytest
 import typer
 from channel import TOKEN
 
-from gradengine.cli import app
-from gradengine.processes import ProcessPool
+from gradengine.commands.cli import app
+from gradengine.console.processes import ProcessPool
 
 PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are counted in /proc")
 

@@ -1,4 +1,4 @@
-"""What only a device can answer: `python bench/gpu_settle.py [question ...]`, each in a process of its own.
+"""What only a device can answer: `python measured/gpu_settle.py [question ...]`, each in a process of its own.
 
 One that ends badly may lose the device for its process. The answers so far are in the file of --json after each.
 `--small` asks those that tests/real_cupy can answer, at sizes for it.
@@ -328,7 +328,7 @@ def two_ranks_by_nccl() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(  # noqa: S603  (ours)
-                [sys.executable, str(ROOT / "bench/gpu_nccl.py"), str(rank), folder],
+                [sys.executable, str(ROOT / "measured/gpu_nccl.py"), str(rank), folder],
                 env={**os.environ, **gpu_nccl.ENVIRONMENT},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from gradengine.arguments import said
-from gradengine.capture import CapturedWindow
 from gradengine.engine import GradientEngine
+from gradengine.engine.capture import CapturedWindow
+from gradengine.engine.micro_batch import MicroBatch
+from gradengine.engine.trainer import DistributedTrainer
 from gradengine.errors import CallerError, DeviceUnavailable
 from gradengine.exchange import Exchange
-from gradengine.micro_batch import MicroBatch
-from gradengine.trainer import DistributedTrainer
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -37,7 +37,7 @@ RANGES: Mapping[str, Sequence[tuple[type, str]]] = {
     "gradengine.replay": [(CapturedWindow, "replay")],
 }  # fmt: skip
 
-logger = logging.getLogger("gradengine.calls")
+logger = logging.getLogger("gradengine.engine.calls")
 
 
 def log_calls(

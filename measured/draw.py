@@ -1,4 +1,4 @@
-"""Write the tables of docs/measured.md and of the README from recorded results: `python bench/draw.py`.
+"""Write the tables of docs/measured.md and of the README from recorded results: `python measured/draw.py`.
 
 They stand between marks there. The GPU's table follows the CPU's where there are results of a GPU, and is nothing where
 there are none. The README has a row for each line of `CHOSEN`.
@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench/results"
-BEGIN, END = "<!-- table: bench/draw.py -->", "<!-- end of table -->"
-GPU_BEGIN, GPU_END = "<!-- table of GPUs: bench/draw.py -->", "<!-- end of table of GPUs -->"
+RESULTS = ROOT / "measured/results"
+BEGIN, END = "<!-- table: measured/draw.py -->", "<!-- end of table -->"
+GPU_BEGIN, GPU_END = "<!-- table of GPUs: measured/draw.py -->", "<!-- end of table of GPUs -->"
 YARDSTICKS = {"copy", "triad"}
 # What a reader is told first, the losses among it: words, recorded result, ours, the other.
 CHOSEN = (

@@ -1,6 +1,6 @@
 """Every CUDA kernel once, at odd sizes and offsets, against NumPy: small, for compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python bench/gpu_once.py
+    compute-sanitizer --tool memcheck python measured/gpu_once.py
 
 CuPy's memory pool is switched off, so that each array is an allocation of its own and an access beyond it is seen;
 `--pool` leaves it on, for the captured step whose memory another would be given if it were not kept. `--few` leaves the

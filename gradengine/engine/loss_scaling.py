@@ -9,10 +9,10 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Facts, StepState
+from gradengine.engine.settings import Settings, checked_loss_scale
 from gradengine.kernels import Decision
 from gradengine.kernels.loss_scale import LossScale
 from gradengine.reduction.reducer import Reducer
-from gradengine.settings import Settings, checked_loss_scale
 
 
 @final

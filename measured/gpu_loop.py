@@ -1,6 +1,6 @@
 """A training step of a GPT of 124 million bf16 parameters by four loops: the stage `loop` of gpu_check.py.
 
-    python bench/gpu_loop.py --json loop.json        on a GPU; `--small` is a tiny model, also where there is none
+    python measured/gpu_loop.py --json loop.json        on a GPU; `--small` is a tiny model, also where there is none
 
 Each loop has a copy of the model and torch's fused AdamW. A step is K micro-batches, clipped by the global norm:
 

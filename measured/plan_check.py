@@ -1,6 +1,6 @@
 """Is `gradengine plan` right? What it predicts for one machine beside what runs there measure, and the error.
 
-Run: python bench/plan_check.py [--rounds 15] [--json bench/results/cpu-2core-plan.json]
+Run: python measured/plan_check.py [--rounds 15] [--json measured/results/cpu-2core-plan.json]
 
 The machine's constants (rate of a link between two processes, of an owner's sum, of a copy) are measured in the same
 interleaved rounds as the exchanges that they predict, by the classes that `--one-machine` uses. Every prediction is the

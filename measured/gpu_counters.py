@@ -1,6 +1,6 @@
 """What the hardware counts in each of our kernels at 350M, by ncu: the stage `counters` of gpu_check.py.
 
-    python bench/gpu_counters.py --json counters.json
+    python measured/gpu_counters.py --json counters.json
 
 One launch of each kernel: K1 of a first, a later and four held micro-batches, measure, K2, K3; fp32, then bf16. The
 metrics are few, so that one pass suffices and ncu saves and restores no memory. Without ncu, or without the right to

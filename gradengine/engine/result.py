@@ -16,7 +16,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import said, truth_value
-from gradengine.deferred import DeferredErrors
+from gradengine.engine.deferred import DeferredErrors
 from gradengine.errors import CallerError, NonFiniteGradient, NotCopied
 from gradengine.kernels import Decision, DeviceWeight
 from gradengine.reduction.reducer import DecidedStep

@@ -14,10 +14,14 @@ from gradengine.accumulate.state import Call, Facts, State
 from gradengine.accumulate.window import weighs_nothing
 from gradengine.arguments import as_float, truth_value
 from gradengine.arrays.buffer import Array
-from gradengine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
-from gradengine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.clip import Groups, MaxNorm, clip_plan
-from gradengine.deferred import DeferredErrors
+from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
+from gradengine.engine.checkpoint import Checkpoint, checkpoint_of, saved_state
+from gradengine.engine.deferred import DeferredErrors
+from gradengine.engine.loss_scaling import LossScaling
+from gradengine.engine.micro_batch import MicroBatch
+from gradengine.engine.result import Observers, StepResult
+from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 from gradengine.errors import CallerError, DeviceFailed, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
@@ -25,13 +29,9 @@ from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, refuse_no_layout
 from gradengine.layout.slots import Span
-from gradengine.loss_scaling import LossScaling
-from gradengine.micro_batch import MicroBatch
 from gradengine.reduction.reducer import DecidedStep, Reducer
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
-from gradengine.result import Observers, StepResult
-from gradengine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from gradengine.bench.command import bench
+from gradengine.commands.doctor import doctor, show_version
+from gradengine.commands.env import env
+from gradengine.commands.serve import serve
+from gradengine.console.options import flag
 from gradengine.demo.command import demo
-from gradengine.doctor import doctor, show_version
-from gradengine.env import env
-from gradengine.options import flag
 from gradengine.plan.command import plan
-from gradengine.serve import serve
 
 app = typer.Typer(
     help="The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.",

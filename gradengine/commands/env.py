@@ -17,11 +17,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from gradengine.doctor import engines
+from gradengine.commands.doctor import engines
+from gradengine.console.options import STDOUT, print_or_save, writable_json
 from gradengine.exchange.environment import World, not_taken, read_job, read_token, read_world
 from gradengine.exchange.rendezvous import read_address, refuse_without_token
 from gradengine.exchange.tls import VARIABLE, certificates_of
-from gradengine.options import STDOUT, print_or_save, writable_json
 
 __all__ = ["env"]
 

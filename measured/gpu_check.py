@@ -5,7 +5,7 @@ figures. They run in the order of their worth until the time of `--minutes` is o
 follows where every kernel's bits are not right. What a machine lacks is named, with what does not run for that and
 the one line that installs it; nothing is installed here.
 
-After each stage bench/results/gpu-<name>.json has what was found, and the folder of --out the same file and
+After each stage measured/results/gpu-<name>.json has what was found, and the folder of --out the same file and
 logs.tar.gz; also what a stage that failed, or was stopped together with this program, had found until then. The command
 fails if a stage does, if a test is skipped for another reason than what the preflight has named, and if a stage that
 was asked for by name did not run.
@@ -34,7 +34,7 @@ from gpu_preflight import LIMIT, TORCH, Preflight, preflight
 from gpu_results import Results, figures
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench/results"
+RESULTS = ROOT / "measured/results"
 
 PASSED, FAILED, TIMED_OUT, ABSENT, STOPPED = "passed", "failed", "timed out", "absent", "stopped"
 NOT_RUN = "not run"
@@ -108,7 +108,10 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
     return [
         [
             Stage(
-                "kernels", "every kernel once, at odd sizes, against NumPy", python("bench/gpu_once.py", "--pool"), 150
+                "kernels",
+                "every kernel once, at odd sizes, against NumPy",
+                python("measured/gpu_once.py", "--pool"),
+                150,
             ),
             Stage("machine", "GPU and versions", python("-m", "gradengine.bench.machine", FOUND), 150, lines=60),
         ],
@@ -137,14 +140,21 @@ def python(*words: str) -> tuple[str, ...]:
 
 
 def measuring(name: str, about: str, limit: float, *, small: bool, needs: tuple[str, ...] = ()) -> Stage:
-    """A script of its own, bench/gpu_<name>.py, that leaves reports as a benchmark does."""
-    words = (f"bench/gpu_{name}.py", *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
+    """A script of its own, measured/gpu_<name>.py, that leaves reports as a benchmark does."""
+    words = (f"measured/gpu_{name}.py", *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
     return Stage(name, about, python(*words), limit, needs)
 
 
 def settling(*, small: bool) -> Stage:
     """The questions that only a device can answer."""
-    words = ("bench/gpu_settle.py", "--jobs", "4", *(("--small",) if small else ()), "--json", "{folder}/settle.json")
+    words = (
+        "measured/gpu_settle.py",
+        "--jobs",
+        "4",
+        *(("--small",) if small else ()),
+        "--json",
+        "{folder}/settle.json",
+    )
     return Stage("settle", "what only a device can answer, each in its process", python(*words), 150)
 
 
@@ -152,7 +162,7 @@ def sanitized(tool: str, about: str) -> Stage:
     """Our kernels under compute-sanitizer. Only their faults count: the driver's calls raise in Python."""
     options = ("--tool", tool, "--error-exitcode", "66", "--report-api-errors", "no", "--launch-timeout", "0")
     ours = (word for kernel in KERNELS for word in ("--kernel-regex", f"kns={kernel}"))
-    command = ("compute-sanitizer", *options, *ours, *python("bench/gpu_once.py", "--few"))
+    command = ("compute-sanitizer", *options, *ours, *python("measured/gpu_once.py", "--few"))
     return Stage(tool, f"compute-sanitizer: {about}", command, 85, ("compute-sanitizer",))
 
 

@@ -11,10 +11,10 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.groups import Group, Noted
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
+from gradengine.engine.settings import Settings
 from gradengine.errors import ExchangeError, Fixed, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer
-from gradengine.settings import Settings
 
 
 @final

@@ -1,8 +1,8 @@
 """Seconds of a training step with `gradengine.torch.attach`, beside DistributedDataParallel over gloo, and memory.
 
-Run:    torchrun --nproc-per-node 2 bench/ddp.py                  both take turns: seconds of a step, and their ratio
-        torchrun --nproc-per-node 2 bench/ddp.py --way ddp        one alone: the most memory that rank 0 had beyond its
-        torchrun --nproc-per-node 2 bench/ddp.py --way attach     model (a process cannot take its peak back)
+Run:    torchrun --nproc-per-node 2 measured/ddp.py                  both take turns: seconds of a step, and their ratio
+        torchrun --nproc-per-node 2 measured/ddp.py --way ddp        one alone: the most memory of rank 0 beyond its
+        torchrun --nproc-per-node 2 measured/ddp.py --way attach     model (a process cannot take its peak back)
 
 A step is `--micro-batches` of a small GPT, clipped by the global norm, and SGD, which has no memory of its own. DDP
 sums in the last micro-batch alone (`no_sync` before). Weights are compared first; the slowest rank counts. Memory is

@@ -1,8 +1,8 @@
 """How long ranks that are joined by links take for a sum, beside what they would use instead.
 
-Run:    python bench/links.py --ranks 2                threads of one process, beside one that adds all by NumPy
-        mpiexec -n 2 python bench/links.py --by mpi    processes, beside MPI's own Allreduce
-        torchrun --nproc-per-node 2 bench/links.py --by tcp    or unix, or shared_memory: beside torch's over gloo
+Run:    python measured/links.py --ranks 2                threads of one process, beside one that adds all by NumPy
+        mpiexec -n 2 python measured/links.py --by mpi    processes, beside MPI's own Allreduce
+        torchrun --nproc-per-node 2 measured/links.py --by tcp    or unix, or shared_memory: beside torch's over gloo
 
 Results are compared first: on small whole numbers every order of adding is exact. Then the ways take turns; the slowest
 rank counts, and medians are shown. `exposed` is what is left of a sum behind a backward that takes as long as the sum

@@ -15,12 +15,12 @@ from gradengine.accumulate.state import State
 from gradengine.arguments import listed, truth_value
 from gradengine.arrays.buffer import Buffer, RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
-from gradengine.deferred import DeferredErrors
+from gradengine.engine.deferred import DeferredErrors
+from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer
-from gradengine.result import StepResult
 
 
 @final

@@ -1,8 +1,8 @@
 """What our calls cost the host on a GPU, where kernels take no time; beside torch's own host time for the same work.
 
 Run: make host-time, which needs no GPU: CuPy itself works over tests/real_cupy's driver, whose kernels are not run. All
-else is as on a GPU but the driver's own part of a call. On a GPU: PYTHONPATH=. python bench/host_time.py. torch's calls
-are those of its CPU build, on as many tensors of one element, so that next to nothing is computed.
+else is as on a GPU but the driver's own part of a call. On a GPU: PYTHONPATH=. python measured/host_time.py. torch's
+calls are those of its CPU build, on as many tensors of one element, so that next to nothing is computed.
 
 Microseconds of the calling thread, medians of calls that take turns.
 """

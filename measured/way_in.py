@@ -1,6 +1,6 @@
 """What it costs to look at gradients: microseconds a tensor, for each framework that is installed here.
 
-Run: python bench/way_in.py [--tensors 218] [--rounds 60] [--json bench/results/cpu-2core-way-in.json]
+Run: python measured/way_in.py [--tensors 218] [--rounds 60] [--json measured/results/cpu-2core-way-in.json]
 
 Small tensors, so that nothing but the looking is timed. *same*: the same objects at each window. *new*: new objects at
 each window, as torch makes them after `zero_grad()` and JAX always; their memory is often where others' was. What an

@@ -1,4 +1,4 @@
-"""What the processes of bench/plan_check.py do: step, and be watched."""
+"""What the processes of measured/plan_check.py do: step, and be watched."""
 
 from __future__ import annotations
 

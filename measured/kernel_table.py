@@ -1,4 +1,4 @@
-"""What each kernel takes of a GPU, by architecture, as Markdown: `python bench/kernel_table.py` (no GPU is needed).
+"""What each kernel takes of a GPU, by architecture, as Markdown: `python measured/kernel_table.py` (no GPU is needed).
 
 It needs NVRTC: `make compile-check` brings it, and prints the table too.
 """

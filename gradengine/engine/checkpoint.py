@@ -15,12 +15,12 @@ import numpy as np
 from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
+from gradengine.engine.settings import Settings, checked_loss_scale
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
 from gradengine.layout.layout import layout_from_table
 from gradengine.reduction.reducer import Worker
-from gradengine.settings import Settings, checked_loss_scale
 
 _VERSION = 1
 _NUMBER: Final = ()  # the shape of one

@@ -23,11 +23,11 @@ from gradengine.arguments import (
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
+from gradengine.engine.result import StepResult
+from gradengine.engine.settings import EngineOptions
 from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, ProtocolError, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.layout import GradientLayout
-from gradengine.result import StepResult
-from gradengine.settings import EngineOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

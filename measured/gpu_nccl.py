@@ -1,4 +1,4 @@
-"""One of two ranks on one GPU, by a process group of torch with NCCL: `python bench/gpu_nccl.py RANK FOLDER`.
+"""One of two ranks on one GPU, by a process group of torch with NCCL: `python measured/gpu_nccl.py RANK FOLDER`.
 
 Its last line is JSON: a digest of each step's gradients, eager and replayed. `found_by` gives the same over threads.
 """
