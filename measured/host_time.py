@@ -49,7 +49,7 @@ def ours(count: int) -> Calls:
     def arrays() -> list[Any]:
         return [xp.zeros((1,), np.float32) for _ in range(count)]
 
-    known, others, out = [[arrays() for _ in range(MICRO_BATCHES)] for _ in range(2)] + [arrays()]
+    known, out = [arrays() for _ in range(MICRO_BATCHES)], arrays()
 
     def engine(hold: int = 1) -> GradientEngine:
         return GradientEngine(layout, "cuda", max_norm=1.0, micro_batches=MICRO_BATCHES, hold=hold)
@@ -74,12 +74,6 @@ def ours(count: int) -> Calls:
         for batch in known:
             graph_of.add(batch)
         graph_of.step()
-    turns = [others, known]
-
-    def repoint() -> float:
-        turns.reverse()
-        return timed(lambda: graph.repoint(turns[0]))
-
     # As in a model whose blocks of nine tensors are too large to be joined with others.
     blocks = GradientLayout.of({f"layers.{i // 9}.{i % 9}": (1,) for i in range(count)})
     with patch.object(groups, "JOINED", 0):
@@ -109,7 +103,6 @@ def ours(count: int) -> Calls:
         "4 adds and a step": lambda: timed(lambda: window(sixth)),
         "replay": lambda: timed(graph.replay),
         "replay(check=False)": lambda: timed(lambda: graph.replay(check=False)),
-        "repoint": repoint,
     }
 
 

@@ -217,14 +217,6 @@ class TestCapture:
         assert_same(graph.replay(), stepped(device, [values_of(1)], [4]))
         engine.check()
 
-    def test_repointed_it_has_the_same_weights(self, device):
-        engine, weight = engine_on(device), put(device, 2)
-        graph = captured(engine, [put_all(device, values_of(1)), put_all(device, values_of(2))], [weight, 3])
-        others = [put_all(device, values_of(3)), put_all(device, values_of(4))]
-        graph.repoint(others)
-        assign(weight, device.put(np.array(5.0)))
-        assert_same(graph.replay(), stepped(device, [values_of(3), values_of(4)], [5, 3]))
-
     def test_what_is_not_known_yet_is_not_read(self, device):
         engine, arrays, weight = engine_on(device), put_all(device, values_of(1)), put(device, 2)
         with engine.capture():

@@ -204,11 +204,11 @@ class TestDropped:
                     xp.cuda.runtime.memsetAsync(other.data.ptr, 0xFF, other.nbytes, stream.ptr)
                 stream.synchronize()  # as early as can be
 
-    @pytest.mark.parametrize("how", ["dropped", "pointed elsewhere", "with its gradients"])
+    @pytest.mark.parametrize("how", ["dropped", "with its gradients"])
     def test_while_its_last_replay_runs(self, device, how):
         graph, gradients, out = self.window(device)
         values = [1 + position % 7 for position in range(self.COUNT)]
-        scratch, others = device.put(np.zeros(8, np.float32)), put_all(device, [np.zeros(5, np.float32)] * self.COUNT)
+        scratch = device.put(np.zeros(8, np.float32))
         xp = device.kernels.xp
         with device.kernels.device.active():
             own = xp.cuda.Stream(non_blocking=True)
@@ -216,8 +216,6 @@ class TestDropped:
             for _ in range(100):  # so much to do that no look at an event comes to the end of it
                 xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
             graph.replay()
-            if how == "pointed elsewhere":
-                graph.repoint([others], out=out)
         if how != "dropped":
             gradients.clear()
         del graph
@@ -227,7 +225,7 @@ class TestDropped:
 
     def test_is_let_go_when_that_is_done(self, device):
         graph, gradients, _ = self.window(device)
-        place, reference = device.kernels.device, weakref.ref(graph._recorded)
+        place, reference = device.kernels.device, weakref.ref(graph._graph)
         graph.replay()
         del graph
         gc.collect()
@@ -241,7 +239,7 @@ class TestDropped:
 class TestLaunches:
     @pytest.mark.parametrize(("count", "hold", "folds"), [(1, 1, 1), (4, 4, 1), (5, 2, 3)])
     def test_the_graph_is_the_eager_launch_list(self, emulated, count, hold, folds):
-        """K + 2 launches without hold: each micro-batch, the verdict, the hand-back. K1 reads its addresses."""
+        """K + 2 launches without hold: each micro-batch, the verdict, the hand-back."""
         engine = new_engine(emulated, hold=hold)
         batches = [arrays_of(emulated, seed) for seed in range(count)]
         graph = captured_window(engine, batches)  # a first one: what it needs is brought there outside of the graph
@@ -249,8 +247,7 @@ class TestLaunches:
             for gradients in batches:
                 engine.add(gradients)
             engine.step()
-        reads = [name.replace("small", "table") if "accumulate" in name else name for name in record.launches]
-        assert operations_of(graph._recorded.graph) == reads
+        assert operations_of(graph._graph.graph) == record.launches
         assert len(record.launches) == folds + 2
         assert [name for name in record.operations if name not in record.launches] == ["copy device to host"]
 
@@ -258,23 +255,13 @@ class TestLaunches:
         engine, arrays, _ = captured(emulated)
         with cuda_emulator.recorded() as record:
             graph = captured_window(engine, [arrays])
-        assert (record.allocations, record.pinned_allocations) == ([65536], [])  # the addresses
+        assert (record.allocations, record.pinned_allocations) == ([], [])
         graph.replay()
         with cuda_emulator.recorded() as record:
             for _ in range(3):
                 graph.replay()
         assert (record.allocations, record.pinned_allocations, record.waits) == ([], [], [])
         assert record.operations == ["graph", "copy device to host"] * 3
-
-    def test_repoint_is_one_copy(self, emulated):
-        batches, others = ([arrays_of(emulated, seed) for seed in seeds] for seeds in (range(3), range(3, 6)))
-        there = arrays_of(emulated, 8), arrays_of(emulated, 9)
-        graph = captured_window(new_engine(emulated), batches, out=there[0])
-        graph.repoint(others, out=there[1])  # which brings pinned memory to the pool
-        synchronize(emulated)
-        with cuda_emulator.recorded() as record:
-            graph.repoint(batches, out=there[0])
-        assert (record.operations, record.allocations, record.waits) == (["copy host to device"], [], [])
 
 
 class Movable:
@@ -343,8 +330,6 @@ class TestMoved:
         with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'layers.1.w' .*freed"):
             graph.replay()
         assert engine.current_step == 1
-        graph.repoint([arrays], out=[None, *arrays_of(device, 2)[1:]] if options else None)
-        assert graph.replay().step == 1
 
     def test_addresses_by_every_way_a_framework_has(self, device):
         array = arrays_of(device, 0)[0]
@@ -363,107 +348,6 @@ class TestMoved:
             assert addresses_of([source, source]) == [pointer] * 2
         assert addresses_of([object()]) == [0]
         assert addresses_of([]) == []
-
-
-class TestRepoint:
-    def test_it_reads_other_memory_of_any_dtype_and_runs_nothing(self, device):
-        engine, weights = new_engine(device, hold=2), [1.0, 3.0]
-        batches, others = ([arrays_of(device, seed) for seed in seeds] for seeds in ((0, 1), (5, 6)))
-        graph = captured_window(engine, batches, weights)
-        before = bits_of(graph.replay())
-        graph.repoint(others)
-        assert bits_of(graph.result) == before
-        for batch in batches:
-            refill(device, batch, [np.full(slot.shape, NAN, np.float32) for slot in SMALL.slots])
-        result = graph.replay()
-        assert (bits_of(result), result.step, result.weight) == (eager(device, 5, 6, weights=weights), 1, 4.0)
-        short = [value.astype(np.float16) for value in values_of(1)]
-        graph.repoint([others[1], put_all(device, short)])
-        assert bits_of(graph.replay()) == eager(device, 6, short, weights=weights)
-
-    def test_destinations_stay_until_others_are_given(self, device):
-        first, second = (put_all(device, [np.zeros(s.shape, np.float32) for s in SMALL.slots]) for _ in range(2))
-        _, arrays, graph = captured(device, out=first)
-        graph.repoint([arrays], out=second)
-        graph.repoint([arrays_of(device, 2)])
-        result = graph.replay()
-        assert bytes_of(second) == list(eager(device, 2).values()) == list(bits_of(result).values())
-        assert not any(on_host(array).any() for array in first)
-
-    def test_what_else_was_captured_stays_as_it_is(self, device):
-        """Work of one's own between the adds is part of the graph, and the step stays deferred."""
-        engine, arrays = new_engine(device), arrays_of(device, 0)
-        with engine.capture() as graph:
-            engine.add(arrays)
-            head = engine.accumulator.target_of(SMALL.slot("head"))
-            device.kernels.scale([head], np.float32(2), [head])
-            engine.step(deferred=True)
-        graph.repoint([arrays_of(device, 1)])
-        w0, w1, head = values_of(1)
-        assert bytes_of(graph.replay().sums.values()) == [array.tobytes() for array in (w0, w1, 2 * head)]
-
-    def test_with_more_addresses_than_a_block_of_them_has(self, device, monkeypatch):
-        monkeypatch.setattr("gradengine.kernels.graphs._BLOCK", 8)
-        batches = [arrays_of(device, seed) for seed in range(5)]
-        graph = captured_window(new_engine(device), batches)
-        graph.repoint(batches[::-1])
-        assert bits_of(graph.replay()) == eager(device, *range(5)[::-1])
-
-    @pytest.mark.parametrize(
-        ("given", "error", "word"),
-        [
-            (lambda good: [[]], CallerError, "got 0 micro-batches, expected 1"),
-            (lambda good: [[good, good]], CallerError, "got 2 micro-batches, expected 1"),
-            (lambda good: [[good[:2]]], LayoutMismatch, "got 2, expected 3"),
-            (lambda good: [[[*good[:2], np.ones(1, np.float32)]]], BufferRefused, "head"),
-            (lambda good: [[named([good[:1], *good[1:]])]], BufferRefused, "layers.0.w"),
-            (lambda good: [[[good[0], None, good[2]]]], CallerError, "'layers.1.w' lacks a gradient in micro-batch 0"),
-            (lambda good: [[good], good], CallerError, "'layers.0.w' has a destination"),
-        ],
-    )
-    def test_one_that_fails_leaves_the_graph(self, device, given, error, word):
-        engine, _, graph = captured(device, out=[None, *arrays_of(device, 8)[1:]])
-        with pytest.raises(error, match=word):
-            graph.repoint(*given(arrays_of(device, 1)))
-        assert (engine.current_step, engine.accumulator.accumulated_count) == (0, 0)
-        assert bits_of(graph.replay()).items() <= eager(device, 0).items()
-
-    def test_windows_that_are_not_repointed(self, device):
-        engine, arrays, graph = captured(device)
-        with pytest.raises(CallerError, match="captured without destinations"):
-            graph.repoint([arrays], out=arrays_of(device, 1))
-        with engine.capture() as graph:
-            engine.add_block(0, arrays[:1]), engine.add_block(1, arrays[1:2]), engine.add_non_block("head", arrays[2])
-            engine.step()
-        with pytest.raises(CallerError, match="whole micro-batches"):
-            graph.repoint([arrays])
-
-    def test_an_array_twice_in_one_fold(self, device):
-        engine, batches = new_engine(device, hold=2), [arrays_of(device, seed) for seed in range(4)]
-        graph = captured_window(engine, batches)
-        graph.repoint([*batches[:2], *batches[:2]])
-        with pytest.raises(BufferRefused, match=r"'layers.0.w' is held"):
-            graph.repoint([batches[0], batches[0], *batches[2:]])
-
-    @pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
-    def test_one_that_ends_before_its_copy(self, device, monkeypatch, fault):
-        """An error leaves the graph as it was; an interrupt may have come after the copy, and leaves none."""
-
-        def fail(*_):
-            raise fault
-
-        engine, _, graph = captured(device)
-        others = arrays_of(device, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(device.kernels.device, "copied_into", fail)
-            with pytest.raises(fault):
-                graph.repoint([others])
-        if fault is KeyboardInterrupt:
-            engine.discard()
-            with pytest.raises(WindowError, match="nothing was recorded"):
-                graph.replay()
-        else:
-            assert bits_of(graph.replay()) == eager(device, 0)
 
 
 class TestVerdict:
@@ -575,7 +459,6 @@ class TestMisuse:
             engine.add(arrays)
             engine.step()
         assert bits_of(graph.replay()) == eager(device, 0)
-        graph.repoint([arrays])
 
     def test_a_replay_inside_another_capture(self, device):
         engine, _, graph = captured(device)
@@ -584,9 +467,9 @@ class TestMisuse:
         self.assert_as_before(device, engine)
 
     def test_with_a_window_open(self, device):
-        engine, arrays, graph = captured(device)
+        engine, _, graph = captured(device)
         engine.add(arrays_of(device, 1))
-        for call in (engine.capture, graph.replay, lambda: graph.repoint([arrays])):
+        for call in (engine.capture, graph.replay):
             with nothing_is_launched(device), pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
                 call()
         result = engine.step()

@@ -165,7 +165,6 @@ CALLS = {
     "discard": lambda on: lambda: (on.engine.add(on.gradients), on.engine.discard()),
     "capture": lambda on: lambda: captured(on.engine, on.gradients),
     "replay": lambda on: lambda: [on.graph.replay() for _ in range(2)],
-    "repoint": lambda on: lambda: on.graph.repoint([on.out]),
     "clip": lambda on: lambda: clip_gradients_fused(on.gradients, 1.0, on.clip),
     "clip_by_global_norm": lambda on: lambda: clip_by_global_norm(on.gradients, 1.0),
     "clip in a new thread": lambda on: lambda: clipped_in_a_new_thread(on),

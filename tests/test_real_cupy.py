@@ -344,7 +344,7 @@ def test_host_time_of_each_call(monkeypatch):
     """`make host-time`, for three tensors; in a process of its own kernels stand still."""
     monkeypatch.setattr("host_time.COUNTS", (3,))
     (row,) = host_time.rows(rounds=1).values()
-    assert {"add, new arrays", "step(out=)", "repoint"} <= row.keys()
+    assert {"add, new arrays", "step(out=)", "replay"} <= row.keys()
     assert all(taken > 0 for taken in row.values())
     code = "from real_cupy.loaded import be_idle; be_idle(); import cupy; print((cupy.zeros(3) + 1).get()[0] != 1)"
     assert python(code).stdout == "True\n"

@@ -447,7 +447,6 @@ class TestCapture:
         together = captured()
         with pytest.raises(CallerError, match="captured with other workers; capture it again"):
             alone.replay()
-        together.repoint([arrays])
         together.replay()
         engine.check()
         engine.load_state_dict(GradientEngine(SMALL, device.kernels).state_dict())  # at the others' step

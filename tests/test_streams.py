@@ -328,18 +328,6 @@ class TestALenderOnAStreamOfItsOwn:
         lender.stream.synchronize()
         assert all_are(seen, 3)
 
-    def test_is_waited_for_by_a_replay_that_was_pointed_to_it(self, device, lender):
-        engine, mine, others = new_engine(device), stream_of(device), given(device, 5)
-        with mine:
-            with engine.capture() as graph:
-                engine.add(others)
-                engine.step()
-            graph.repoint([lender.pointers])
-            lender.become(8)
-            gradients = graph.replay().gradients.values()
-            mine.synchronize()
-            assert all_are(gradients, 8)
-
     def test_is_waited_for_by_a_replay_and_waits_for_its_result(self, device, lender):
         engine, mine, seen = new_engine(device), stream_of(device), given(device, 0)
         with mine:

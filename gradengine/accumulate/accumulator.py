@@ -166,18 +166,6 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         """
         self._add(Call.ADD, self._all, self.layout.slots, "the layout", gradients, weight, measure)
 
-    def contributions(self, micro_batches: Iterable[Sequence[object]]) -> list[Contribution]:
-        """Whole micro-batches in slot order, checked as `add` would, for a window that was captured; adds nothing."""
-        found, window = [], Window(len(self.layout.slots))
-        for number, sources in enumerate(micro_batches):
-            if number % self.hold == 0:
-                window = Window(len(self.layout.slots))
-            found.append(self._intake.contribution(self._all, self.layout.slots, sources))
-            if self.hold > 1:
-                window.refuse_aliases(found[-1], self.layout.slots)
-                window.hold(found[-1], np.float32(1))
-        return found
-
     def add_nothing(self) -> None:
         """Note that this worker has no micro-batch: its window may stay empty, with weight 0 in the workers' sum."""
         self.state.enter(Call.ADD_NOTHING)
@@ -386,10 +374,11 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
     def arrays(self) -> Mapping[str, Any]:
         """As `views`, but for a step's result: written to after the next `add`, they would not be measured again."""
         self.arena.follow()
-        return self._arrays
+        return self.by_name
 
     @cached_property
-    def _arrays(self) -> Mapping[str, Any]:
+    def by_name(self) -> Mapping[str, Any]:
+        """As `arrays`, for who makes the current stream wait later."""
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
         arrays = {slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs}
         return NamedArrays(arrays, self.layout.orders)
@@ -495,7 +484,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         added = self.state.ask(call)
         given, measure = self.weighing.checked(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
-        if call is Call.ADD and all(source is None for source in sources):
+        if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))
         if call is Call.BEGIN:
             self._window.refuse_lagging(self.layout.slots)

@@ -193,24 +193,6 @@ def calls(workload: Workload) -> list[Variant]:
         peer, adds = adding(one, Torch)
         return summed(one, adds, 1, lambda: peer.gradients)
 
-    def repointed() -> Case:
-        engine = GradientEngine(workload.layout, gpu.kernels, max_norm=workload.max_norm)
-        given = [Given(_seen_anew, batch) for batch in workload.batches]
-        with engine.capture() as graph:
-            for batch in given:
-                engine.add(batch.arrays)
-            engine.step()
-
-        def run() -> None:
-            graph.repoint([batch.arrays for batch in given])
-            graph.replay(check=False)
-
-        def error() -> float:
-            run()
-            return workload.error_of_step(list(engine.accumulator.arrays().values()))
-
-        return Case(run, error, in_turn([batch.renew for batch in given]))
-
     kinds: dict[str, Callable[[Array], object]] = {
         "torch tensors": gpu.torch_tensor,
         "arrays by DLPack": Lent,
@@ -228,7 +210,6 @@ def calls(workload: Workload) -> list[Variant]:
         ),
         Variant("ours replay of a window", window, partial(replay, check=True), required=True),
         Variant("ours replay, unchecked", window, partial(replay, check=False), required=True),
-        Variant("ours repoint and replay, new cupy arrays", window, repointed, required=True),
         Variant("torch foreach_add_", nbytes + workload.sum_bytes, torch_add),
     ]
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsFloat, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.destinations import handed_back as handed_back_to
 from gradengine.accumulate.gradients import Gradients, in_slot_order
-from gradengine.accumulate.state import State
-from gradengine.arguments import listed, truth_value
-from gradengine.arrays.buffer import Buffer, RawBuffer, freed, refuse_freed
+from gradengine.accumulate.state import Call, State
+from gradengine.arguments import truth_value
+from gradengine.arrays.buffer import RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
 from gradengine.engine.deferred import DeferredErrors
-from gradengine.engine.result import StepResult
+from gradengine.engine.result import Observers, StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
-from gradengine.reduction.reducer import Reducer
+from gradengine.reduction.reducer import Reducer, whole
 
 
 @final
@@ -44,7 +43,7 @@ class _Arrays(NamedTuple):
             f"component '{name}' is not at the address that the window was captured with",
             got=f"address {now[position]:#x}",
             expected=f"{self.addresses[position]:#x}",
-            do="keep the same buffers, or repoint() the graph",
+            do="keep the same buffers, or capture() the window anew",
         )
 
 
@@ -52,11 +51,8 @@ class _Arrays(NamedTuple):
 class CapturedWindow(Fixed):
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
-    The graph holds the gradients' addresses, until `repoint` replaces them, and the micro-batches' weights as recorded,
-    and keeps the arrays alive. A weight in an array on the GPU is read by each replay.
-
-    Attributes:
-        sums: The sums over workers on their GPUs, which the graph runs too; None without them.
+    The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, as they were
+    recorded. It keeps the arrays alive. A weight in an array on the GPU is read by each replay.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -69,20 +65,13 @@ class CapturedWindow(Fixed):
     """
 
     def __init__(
-        self,
-        replayed: Callable[[CapturedWindow], StepResult],
-        repointed: Callable[[CapturedWindow, Sequence[Gradients], Gradients | None], None],
-        sums: object = None,
+        self, accumulator: PerBlockGradientAccumulator, reducer: Reducer, errors: DeferredErrors, observers: Observers
     ) -> None:
-        self._replayed, self._repointed, self.sums = replayed, repointed, sums
-        self._added: list[_Arrays] = []
-        self._handed_back = _Arrays([], [], [])
-        self._weights: list[_Arrays] = []  # that are on the GPU
-        self._destinations: Mapping[int, Buffer] = {}
-        self._has_parts = False  # an add was no whole micro-batch
-        self._recorded: Graph | None = None
+        self._accumulator, self._reducer, self._errors, self._observers = accumulator, reducer, errors, observers
+        self._sums = reducer.on_device
+        self._arrays: list[_Arrays] = []  # that each replay reads or writes
+        self._graph: Graph | None = None
         self._producers: AbstractSet[ProducerStream] = frozenset()
-        self._out: Gradients | None = None
         self._result: StepResult | None = None
 
     @property
@@ -103,141 +92,85 @@ class CapturedWindow(Fixed):
             CallerError: The engine has joined other workers since.
             NonFiniteGradient: An earlier step's, as in the engine's `step`; nothing was launched.
         """
-        self._that_is_recorded()
+        if self._graph is None or self._result is None:
+            raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
         if truth_value("check", check):
-            for arrays in (*self._added, *self._weights, self._handed_back):
+            for arrays in self._arrays:
                 arrays.refuse_moved()
-        return self._replayed(self)
+        self._result = self._run(self._graph, self._result)
+        return self._observers.shown(self._result)
 
-    def repoint(self, micro_batches: Sequence[Gradients], out: Gradients | None = None) -> None:
-        """Have later replays read other gradients, with the same weights, after one small copy; nothing else runs.
+    @whole
+    def _run(self, graph: Graph, result: StepResult) -> StepResult:
+        """Run the window once more, as a step of its own number."""
+        device, state, step = self._accumulator.kernels.device, self._accumulator.state, self._reducer.step
+        self.ask(Call.REPLAY)
+        self._errors.raise_pending()
+        with self._accumulator.arena.in_order():
+            device.wait_for(self._producers)  # refuses a stream that records a graph
+            state.now = State.BROKEN  # from here on only the device knows whether it ran
+            self._errors.count_from(step)
+            graph.replay()
+            device.hand_over(self._producers)
+        self._errors.send()
+        state.changes += 1
+        made = result.of_replay(step)
+        self._reducer.next_step()
+        return made
 
-        Whatever else was captured stays as it is. JAX's arrays, new at each step, are replayed in this way.
-
-        Args:
-            micro_batches: As many as were captured, each as for `add`, with gradients for the same components.
-            out: Destinations as for `step`, if the window was captured with some; by default those that were recorded.
-
-        Raises:
-            CallerError: Another number of micro-batches, or they were added block by block; other components have a
-                gradient, or a destination, than at the capture.
-            LayoutMismatch, BufferRefused: As `add` and `step`; the graph stays as it was.
-            WindowError: Nothing was recorded, or a window is open or being captured.
-        """
-        self._that_is_recorded()
-        micro_batches = listed("micro_batches", micro_batches)
-        if self._has_parts or len(self._added) != len(micro_batches):
-            raise CallerError(
-                "the window cannot be replayed with these",
-                got=f"{len(micro_batches)} micro-batches",
-                expected="a window added in whole micro-batches" if self._has_parts else f"{len(self._added)}",
-            )
-        if out is not None and self._out is None:
-            do = "give step(out=...) some at the capture"
-            raise CallerError("the window was captured without destinations", got="out", expected="None", do=do)
-        self._repointed(self, micro_batches, out)
+    def ask(self, call: Call) -> State:
+        """Return the state that a capture or a replay leads to; raises if the state, workers or a graph forbid it."""
+        leads_to = self._accumulator.state.ask(call, self._reducer.facts)
+        self._reducer.refuse_other_group(self._sums)
+        refuse_other_graph(self._accumulator.kernels.device, is_recording=False)
+        return leads_to
 
     # ---- called by the engine ----
 
-    def keep(
-        self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat | None = None
-    ) -> None:
-        """Note the arrays of an `add` that was recorded; `weight` is given for a whole micro-batch."""
-        self._added.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
-        self._has_parts = self._has_parts or weight is None
-        if weight is not None and any(address := addresses_of([weight])):
-            self._weights.append(_Arrays(["a micro-batch's weight"], [weight], address))
+    def begin(self) -> None:
+        """Have the engine's next calls be recorded."""
+        self._accumulator.state.now = self.ask(Call.CAPTURE)
 
-    def closed(
-        self,
-        result: StepResult,
-        slots: Sequence[Slot],
-        producers: AbstractSet[ProducerStream],
-        out: Gradients | None,
-        destinations: Destinations | None,
-    ) -> None:
+    def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat = 1) -> None:
+        """Note the arrays of an `add` that was recorded."""
+        self._arrays.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
+        if any(address := addresses_of([weight])):
+            self._arrays.append(_Arrays(["a micro-batch's weight"], [weight], address))
+
+    def closed(self, result: StepResult, out: Gradients | None, destinations: Destinations | None) -> None:
         """Note the result and destinations of the step that was recorded."""
-        if out is not None:
-            self._handed_back, self._destinations = _destinations(slots, out), destinations or {}
-        self._result, self._out = result, out
-        self._producers = producers | producers_of(self._destinations.values())
+        self._result, self._producers = result, self._accumulator.producers
+        if out is not None and destinations is not None:
+            slots = self._accumulator.layout.slots
+            self._arrays.append(_located(slots, in_slot_order(slots, out, "the window")))
+            self._producers |= producers_of(destinations.values())
 
-    def recorded(self, recorded: Graph) -> None:
+    def recorded(self, graph: Graph) -> None:
         """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
         if self._result is None:
             raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
-        recorded.lent += [*self._added, *self._weights, self._handed_back]
-        self._recorded = recorded
+        graph.kept += self._arrays
+        self._graph = graph
 
-    def run(self, accumulator: PerBlockGradientAccumulator, reducer: Reducer, late: DeferredErrors) -> StepResult:
-        """Run the window once more, as a step of its own number."""
-        recorded, result = self._that_is_recorded()
-        device, state, step = accumulator.kernels.device, accumulator.state, reducer.step
-        with accumulator.arena.in_order():
-            device.wait_for(self._producers)  # refuses a stream that records a graph
-            state.now = State.BROKEN  # from here on only the device knows whether it ran
-            late.count_from(step)
-            recorded.replay()
-            device.hand_over(self._producers)
-        late.send()
-        state.changes += 1
-        self._result = result.of_replay(step)
-        reducer.next_step()
-        return self._result
-
-    def point(
-        self,
-        accumulator: PerBlockGradientAccumulator,
-        micro_batches: Sequence[Gradients],
-        out: Gradients | None,
-    ) -> None:
-        """Check what `repoint` was given, and have the graph read and write it."""
-        slots, (recorded, result) = accumulator.layout.slots, self._that_is_recorded()
-        ordered = [in_slot_order(slots, gradients, "the layout") for gradients in micro_batches]
-        contributions = accumulator.contributions(ordered)
-        destinations = None if out is None else accumulator.destinations.of(out)
-        added = [_located(slots, arrays) for arrays in ordered]
-        for number, (now, then) in enumerate(zip(added, self._added, strict=True)):
-            _refuse_other_components(now, then, f"a gradient in micro-batch {number}")
-        handed_back = self._handed_back if out is None else _destinations(slots, out)
-        _refuse_other_components(handed_back, self._handed_back, "a destination")
-        self._recorded = None  # an interrupted call leaves nothing to be replayed
-        try:
-            with accumulator.arena.in_order():
-                recorded.repoint(contributions, destinations, [*added, *self._weights, handed_back])
-        except Exception:
-            self._recorded = recorded
-            raise
-        if out is not None and destinations is not None:
-            self._out, self._destinations = out, destinations
-            self._result = result.handed_to(handed_back_to(slots, out))
-        self._added, self._handed_back, self._recorded = added, handed_back, recorded
-        lenders = [contribution.producers for contribution in contributions]
-        self._producers = producers_of(self._destinations.values()).union(*lenders)
-
-    # ---- inside ----
-
-    def _that_is_recorded(self) -> tuple[Graph, StepResult]:
-        if self._recorded is None or self._result is None:
-            raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
-        return self._recorded, self._result
+    def end(self) -> None:
+        """Begin the engine's step again: nothing of the graph has run, however its recording ended."""
+        self._reducer.restart()
 
 
 @final
 class Capture(AbstractContextManager[CapturedWindow]):
-    """A context in which the engine's calls are recorded as `graph`; it calls the engine's `begin` and `end`.
+    """A context in which the engine's calls are recorded; `captures` holds this object meanwhile.
 
     Not a generator: an interrupted generator would go on recording until its traceback is freed.
     """
 
-    def __init__(
-        self, window: CapturedWindow, graph: Graph, begin: Callable[[Capture], None], end: Callable[[], None]
-    ) -> None:
-        self.window, self._graph, self._begin, self._end = window, graph, begin, end
+    def __init__(self, window: CapturedWindow, graph: Graph, captures: list[Capture]) -> None:
+        self.window, self._graph, self._captures = window, graph, captures
 
     def __enter__(self) -> CapturedWindow:
         window = self.window
-        self._begin(self)
+        window.begin()
+        self._captures.append(self)
         try:
             self._graph.__enter__()
         except BaseException as fault:
@@ -265,7 +198,8 @@ class Capture(AbstractContextManager[CapturedWindow]):
             self._graph.__exit__(type(interrupt), interrupt, None)
             raise
         finally:
-            self._end()
+            self._captures.clear()  # the graph is the caller's to drop, and what it keeps alive
+            self.window.end()
 
 
 def graph_of(device: Device) -> Graph:
@@ -292,21 +226,6 @@ def _located(slots: Sequence[Slot], arrays: Sequence[Any]) -> _Arrays:
     names = [slot.name for slot, array in zip(slots, arrays, strict=True) if array is not None]
     arrays = [array for array in arrays if array is not None]
     return _Arrays(names, arrays, addresses_of(arrays))
-
-
-def _destinations(slots: Sequence[Slot], out: Gradients) -> _Arrays:
-    return _located(slots, in_slot_order(slots, out, "the window"))
-
-
-def _refuse_other_components(now: _Arrays, then: _Arrays, what: str) -> None:
-    if now.names != then.names:
-        name = min(set(now.names).symmetric_difference(then.names))
-        raise CallerError(
-            f"component '{name}' {'has' if name in now.names else 'lacks'} {what}, other than at the capture",
-            got=f"{len(now.names)} components",
-            expected=f"the {len(then.names)} of the capture",
-            do="capture() the window anew",
-        )
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:

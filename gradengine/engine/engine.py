@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, SupportsFloat, TypeVar, final
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients
-from gradengine.accumulate.state import Call, Facts, State
+from gradengine.accumulate.state import Call, State
 from gradengine.accumulate.window import weighs_nothing
 from gradengine.arguments import as_float, truth_value
 from gradengine.arrays.buffer import Array
@@ -22,14 +22,14 @@ from gradengine.engine.loss_scaling import LossScaling
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.result import Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
-from gradengine.errors import CallerError, DeviceFailed, Fixed, GradientError, NotCopied
+from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, refuse_no_layout
 from gradengine.layout.slots import Span
-from gradengine.reduction.reducer import DecidedStep, Reducer
+from gradengine.reduction.reducer import DecidedStep, Reducer, whole
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
 
@@ -126,7 +126,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._scaling = LossScaling(self._settings, self.accumulator)
-        self._capture: Capture | None = None  # while a window is captured
+        self._captures: list[Capture] = []  # the one that records now, if any
         self._observers = Observers()
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
@@ -178,7 +178,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._scaling.set(value, self._state, self._facts)
+        self._scaling.set(value, self._state, self._reducer.facts)
 
     @property
     def latest_verdict(self) -> StepStatus | None:
@@ -199,6 +199,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
+    @whole
     def add(self, gradients: Gradients | None, weight: SupportsFloat = 1.0) -> None:
         """Add a micro-batch.
 
@@ -215,9 +216,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             WindowError: A bad weight, None for all components (as after a `zero_grad()` that was called too early), a
                 full window, or an earlier step that failed or is broken.
         """
-        self._whole(self._add, gradients, weight)
-
-    def _add(self, gradients: Gradients | None, weight: SupportsFloat) -> None:
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
@@ -225,12 +223,13 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
                 raise weighs_nothing(weight)
             self.accumulator.add_nothing()
             return
-        self.accumulator.add(gradients, weight, measure=is_last and self.world_size == 1)
-        if self._capture is not None:
-            self._capture.window.keep(self.layout.slots, gradients, weight=weight)
+        self.accumulator.add(gradients, weight, measure=is_last and self._reducer.workers.is_alone)
+        if self._captures:
+            self._captures[0].window.keep(self.layout.slots, gradients, weight=weight)
         if is_last and self.accumulator.is_even:
             self._reducer.start(self.layout.spans)
 
+    @whole
     def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
         """Add one block's part of a micro-batch, as backward finishes it.
 
@@ -245,8 +244,9 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         block = self.layout.block(index)
         add = partial(self.accumulator.add_block, block.index, gradients, weight)
-        self._whole(self._add_part, block, add, gradients, truth_value("last", last), f"{block.name}.")
+        self._add_part(block, add, gradients, truth_value("last", last), f"{block.name}.")
 
+    @whole
     def add_non_block(
         self, name: str | int, gradient: object, weight: SupportsFloat = 1.0, *, last: bool = False
     ) -> None:
@@ -256,16 +256,16 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
         add = partial(self.accumulator.add_non_block, name, gradient, weight)
-        self._whole(self._add_part, self.layout.non_block_span(name), add, [gradient], truth_value("last", last))
+        self._add_part(self.layout.non_block_span(name), add, [gradient], truth_value("last", last))
 
     def _add_part(
         self, span: Span, add: Callable[..., None], gradients: Gradients, last: bool, prefix: str = ""
     ) -> None:
         self._ask(Call.ADD_PART)
         self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
-        add(measure=last and self.world_size == 1)
-        if self._capture is not None:
-            self._capture.window.keep(span.slots, gradients, prefix)
+        add(measure=last and self._reducer.workers.is_alone)
+        if self._captures:
+            self._captures[0].window.keep(span.slots, gradients, prefix)
         if last:
             self._reducer.start((span,))
 
@@ -291,7 +291,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self._settings.is_last("the window", self.accumulator.accumulated_count)  # before backward runs
         last = None if last is None else truth_value("last", last)
         kept = self.accumulator.weighing.kept(weight)
-        return MicroBatch(self.accumulator, self._reducer, self._settings, self._whole, kept, last=last)
+        return MicroBatch(self.accumulator, self._reducer, self._settings, kept, last=last)
 
     def step(
         self,
@@ -324,10 +324,11 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             ExchangeError: The exchange failed, or the workers' settings or sums differ; the window is kept.
         """
         if self._state.hooks is not None and out is None and not deferred:
-            self._state.refuse_bare_step(self._facts)
-        result = self._whole(self._step, out, truth_value("deferred", deferred), loss_scale, partial)
-        return result if self._capture is not None else self._observers.shown(result)
+            self._state.refuse_bare_step(self._reducer.facts)
+        result = self._step(out, truth_value("deferred", deferred), loss_scale, partial)
+        return result if self._captures else self._observers.shown(result)
 
+    @whole
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
         if deferred and (out is not None or len(self._plan.max_norms) > 1):
             what = "a deferred step hands nothing back, and leaves one factor"
@@ -351,8 +352,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
                 self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
         result = self._result(decided, out, deferred)
         producers = accumulator.producers
-        if self._capture is not None:
-            self._capture.window.closed(result, self.layout.slots, producers, out, destinations)
+        if self._captures:
+            self._captures[0].window.closed(result, out, destinations)
             accumulator.drop_window()
             self._state.now = State.CAPTURED
             return result
@@ -383,6 +384,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """Whether a window is open: something was added, is being sent, or is broken."""
         return self._state.now is not State.EMPTY
 
+    @whole
     def tell_all(self, what: str, facts: object) -> list[Any]:
         """Send facts to all workers and return every worker's, in rank order; once for each `what` in a step.
 
@@ -399,27 +401,24 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
             [2.5]
         """
-        return self._whole(self._reducer.workers.tell, what, facts)
+        return self._reducer.workers.tell(what, facts)
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
 
         Inside the `with`, call `add` and `step` as usual; nothing runs yet. The graph keeps the gradients' addresses
-        and the weights: `replay()` checks the addresses, `repoint()` replaces them.
+        and the weights, and `replay()` checks the addresses.
 
         Raises:
             CallerError: The engine is on the CPU, or has an exchange that waits for other workers on the host.
             WindowError: A window is open or being captured, or no `step` was called inside the `with`.
         """
         graph = graph_of(self._kernels.device)
-        window = CapturedWindow(
-            lambda *given: self._observers.shown(self._whole(self._replay, *given)),
-            lambda *given: self._whole(self._repoint, *given),
-            self._reducer.on_device,
-        )
-        self._ask_for_graph(Call.CAPTURE, window)
-        return Capture(window, graph, self._begin_capture, self._end_capture)
+        window = CapturedWindow(self.accumulator, self._reducer, self._late, self._observers)
+        window.ask(Call.CAPTURE)
+        return Capture(window, graph, self._captures)
 
+    @whole
     def state_dict(self) -> dict[str, Array]:
         """Save this rank's part of the open step, anywhere in its window; a resumed run ends in the same bytes.
 
@@ -441,13 +440,11 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             >>> resumed.step().gradients["w"]
             array([6., 0.], dtype=float32)
         """
-        return self._whole(self._save)
-
-    def _save(self) -> dict[str, Array]:
         self._ask(Call.SAVE)
         saved = Checkpoint(self.current_step, self._reducer.worker, self._scaling.saved(), self.accumulator.saved())
         return saved_state(saved, self.layout, self._settings)
 
+    @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in place of an empty window: step number, loss scale and window are as then.
 
@@ -463,9 +460,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             WindowError: A window is open here (`discard()` it), or the state's window is another rank's.
             NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
         """
-        self._whole(self._load, state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
         self._ask(Call.LOAD)
         checkpoint = checkpoint_of(state, self.layout, self._settings)
         self._reducer.refuse_other_worker(checkpoint.whose)
@@ -488,11 +482,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         go on with `reconnect`. If some ranks applied a step's gradients and others dropped them, `reconnect` refuses:
         restart all from one checkpoint. On a GPU that has failed it raises `DeviceFailed`, as each call does.
         """
-        if self._capture is not None:
-            self._capture.abandon()
+        if self._captures:
+            self._captures[0].abandon()
         self._kernels.device.refuse_failed(asks=True)
         self._reducer.discard(is_queued=self._late.drop(self.current_step))
 
+    @whole
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
         """Replace an exchange that failed by another one of the same ranks; then call `step()` again.
 
@@ -510,46 +505,17 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
                 half summed, and these are not the ranks and the group that began it.
         """
         refuse_bad_exchanges(exchange, tp_exchange)
-        self._whole(self._reducer.connect, exchange, tp_exchange)
+        self._reducer.connect(exchange, tp_exchange)
 
     # ---- which calls are allowed now ----
 
-    def _whole(self, call: Callable[Arguments, Answer], *given: Arguments.args, **named: Arguments.kwargs) -> Answer:
-        """Make a call; if it is interrupted, leave the step broken and close the exchanges, so that no worker waits.
-
-        Likewise where the device fails. After another error the state is what it was, unless memory was written.
-        """
-        step = self.current_step
-        try:
-            return call(*given, **named)
-        except BaseException as fault:
-            is_broken = self._state.now is State.BROKEN and not isinstance(fault, GradientError)
-            if is_broken or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
-                self._reducer.break_off(step)
-            raise
-
     def _ask(self, call: Call) -> None:
         """Raise if the stream's capture or the state does not allow the call; also an earlier step's error, once."""
-        refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
-        if self._late.exist and self._capture is None:
-            self._late.raise_pending()
-        self._state.ask(call, self._facts)
-
-    def _ask_for_graph(self, call: Call, window: CapturedWindow) -> None:
-        """Raise if a step cannot be captured or replayed now: with other workers, or in another state."""
-        self._reducer.refuse_other_group(window.sums)
-        refuse_other_graph(self._kernels.device, is_recording=self._capture is not None)
-        self._state.ask(call, self._facts)
-
-    def _facts(self) -> Facts:
-        """Values for the texts of refusals."""
-        can_rejoin = not (self._reducer.is_alone or self._reducer.workers.is_over_mpi)
-        return {
-            "step": f"step {self.current_step}",
-            "after_loss": " (after reconnect() if the exchange was lost)" if can_rejoin else "",
-            "count": self.accumulator.accumulated_count,
-            "or_nothing": "" if self._reducer.is_alone else ", or add(None, weight=0) where this worker has none",
-        }
+        if self._late.exist:  # on a GPU
+            refuse_other_graph(self._kernels.device, is_recording=bool(self._captures))
+            if not self._captures:
+                self._late.raise_pending()
+        self._state.ask(call, self._reducer.facts)
 
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
@@ -558,42 +524,26 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         stats = self._reducer.agree()
         divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        step = self._reducer.step
+        step = self._reducer.workers.progress.step
         decision = self._decision(stats, divisor, step)
         non_finite = self._reducer.find_non_finite(decision.bad) if decision.bad else None
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
         used = scaling and scaling.used(decision, scale)
-        return DecidedStep(stats, decision, non_finite, step, self._reducer.took, used)
+        return DecidedStep(stats, decision, non_finite, step, self._reducer.workers.progress.took, used)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic
-        sums = self._reducer.on_device
-        if sums is None and not self._reducer.is_alone:  # all decide alike, from the sums that they agreed on
+        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        counted = 0 if self._capture is not None else self._late.note_queued(step)  # a graph counts its own as it runs
-        is_mean = self._settings.is_mean or sums is not None
+        # A graph counts its own steps as it runs.
+        counted = 0 if self._captures or not self._late.exist else self._late.note_queued(step)
+        is_mean = self._settings.is_mean or self._reducer.on_device is not None
         finalise = partial(self._kernels.finalise, weight=stats.on_device, is_mean=is_mean, loss_scale=scaling)
         return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
-        arrays = self.accumulator.arrays() if out is None else handed_back(self.layout.slots, out)
+        arrays = self.accumulator.by_name if out is None else handed_back(self.layout.slots, out)
         names, changes = self._group_names, self._state.changes
         return StepResult(decided.step, deferred, decided, arrays, self.accumulator, changes, names, self._late)
-
-    def _begin_capture(self, capture: Capture) -> None:
-        self._capture, self._state.now = capture, self._state.ask(Call.CAPTURE, self._facts)
-
-    def _end_capture(self) -> None:
-        self._capture = None  # the graph is the caller's to drop, and what it keeps alive
-        self._reducer.restart()  # nothing of it has run, however it ended
-
-    def _repoint(self, captured: CapturedWindow, *given: Any) -> None:
-        self._ask_for_graph(Call.REPLAY, captured)
-        captured.point(self.accumulator, *given)
-
-    def _replay(self, captured: CapturedWindow) -> StepResult:
-        self._ask_for_graph(Call.REPLAY, captured)
-        self._late.raise_pending()
-        return captured.run(self.accumulator, self._reducer, self._late)

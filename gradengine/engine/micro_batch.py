@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, SupportsFloat, final
@@ -14,7 +14,7 @@ from gradengine.accumulate.window import nothing_came
 from gradengine.engine.settings import Settings
 from gradengine.errors import ExchangeError, Fixed, WindowError
 from gradengine.layout.slots import Span
-from gradengine.reduction.reducer import Reducer
+from gradengine.reduction.reducer import Reducer, whole
 
 
 @final
@@ -31,19 +31,19 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         accumulator: PerBlockGradientAccumulator,
         reducer: Reducer,
         settings: Settings,
-        whole: Callable[..., None],
         weight: SupportsFloat,
         *,
         last: bool | None,
     ) -> None:
         self._accumulator, self._reducer, self._settings = accumulator, reducer, settings
-        self._whole, self._weight, self._last = whole, weight, last
+        self._weight, self._last = weight, last
         self._measure = self._sends = self._has_ended = False
         self._missing: dict[int | str, set[str]] = {}
         self._window: object = None  # the window in which it began
         self._noted: Noted | None = None
 
-    def add(self, name: str, gradient: object) -> None:
+    @whole
+    def add(self, name: str, gradient: Any) -> None:
         """Add one component's gradient, which may be freed after this (with `hold=1`); several of one component add up.
 
         In the window's last micro-batch a block is sent to the other workers as soon as all its components were added.
@@ -57,8 +57,14 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
             WindowError: The micro-batch is over, or the component was sent to the other workers already.
         """
-        self._whole(self._add, name, gradient)
+        self._add_the_noted()
+        begins = self._look_for_room()
+        self._accumulator.add_component(name, gradient, self._weight, begins=begins, measure=self._measure)
+        if begins:
+            self._window = self._accumulator.window
+        self._send_complete(self._accumulator.layout.span_of(name), [name])
 
+    @whole
     def begin(self) -> None:
         """Begin now, for layers that add gradients to the arena themselves: components without a sum are zeroed first.
 
@@ -68,8 +74,17 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         Raises:
             WindowError: As `GradientEngine.micro_batch`; or the micro-batch's weight is not 1.
         """
-        self._whole(self._begin_from_zero)
+        if self._weight != 1:
+            raise WindowError(
+                "a layer that adds to the arena itself multiplies by no weight",
+                got=f"weight {self._weight}",
+                expected="1",
+                do='scale the loss, and build the engine with average="sum"',
+            )
+        self._begin_with({})
+        self._accumulator.flush(self._accumulator.layout.slots)
 
+    @whole
     def note_added(self, name: str) -> None:
         """Note that a component's layer has added its gradient to the arena, which counts as `add`.
 
@@ -79,7 +94,13 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             LayoutMismatch: No such component.
             WindowError: The micro-batch is over or has not begun, or the component was sent already.
         """
-        self._whole(self._note_added, name)
+        if self._window is None or self._noted is None:
+            raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
+        self._refuse_if_over()
+        self._accumulator.note_added(name)
+        if self._noted.complete(name):
+            self._add_the_noted()
+        self._send_complete(self._accumulator.layout.span_of(name), [name])
 
     def note(self, name: str, gradient: object) -> bool:
         """Note one component's gradient, to be added with the rest of its block; till then it stays as it is.
@@ -109,7 +130,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             5.0
         """
         if self._noted is None or not self._is_coming:
-            self._whole(self._begin_with, {name: gradient})
+            self._begin_noting(name, gradient)
         assert self._noted is not None  # noqa: S101  (made by `_begin_with`)
         try:
             return self._noted.note(name, gradient)
@@ -117,6 +138,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             self._accumulator.layout.slot(name)  # raises
             raise
 
+    @whole
     def add_noted(self) -> None:
         """Add what was noted: on a GPU one launch a block, on the current stream.
 
@@ -124,15 +146,23 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             LayoutMismatch, BufferRefused, WindowError: As `add`; the micro-batch is over then, and its window holds a
                 part of it.
         """
-        self._whole(self._add_noted)
+        self._add_the_noted()
 
+    @whole
     def end(self) -> None:
         """End the micro-batch; leaving its `with` does so.
 
         Raises:
             WindowError: No component was added, or the window was dropped or stepped meanwhile.
         """
-        self._whole(self._end)
+        if self._window is None:
+            raise nothing_came(len(self._accumulator.layout.slots))
+        self._add_the_noted()
+        self._refuse_if_over()
+        self._accumulator.end_micro_batch()
+        self._has_ended = True
+        if self._sends:
+            self._send(self._accumulator.layout.spans)
 
     def fail(self, fault: type[BaseException]) -> None:
         """Leave the window with a part of a micro-batch, as backward failed: nothing can be taken out or added again.
@@ -163,13 +193,9 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
     def _state(self) -> State:
         return self._accumulator.state.now
 
-    def _add(self, name: str, gradient: Any) -> None:
-        self._add_noted()
-        begins = self._look_for_room()
-        self._accumulator.add_component(name, gradient, self._weight, begins=begins, measure=self._measure)
-        if begins:
-            self._window = self._accumulator.window
-        self._send_complete(self._accumulator.layout.span_of(name), [name])
+    @whole
+    def _begin_noting(self, name: str, gradient: object) -> None:
+        self._begin_with({name: gradient})
 
     def _begin_with(self, first: Mapping[str, object]) -> None:
         """Begin to note gradients, of which the first is checked; the micro-batch may have begun by `add`."""
@@ -179,27 +205,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         if self._noted is None:
             self._noted = Noted(self._accumulator.groups)
 
-    def _begin_from_zero(self) -> None:
-        if self._weight != 1:
-            raise WindowError(
-                "a layer that adds to the arena itself multiplies by no weight",
-                got=f"weight {self._weight}",
-                expected="1",
-                do='scale the loss, and build the engine with average="sum"',
-            )
-        self._begin_with({})
-        self._accumulator.flush(self._accumulator.layout.slots)
-
-    def _note_added(self, name: str) -> None:
-        if self._window is None or self._noted is None:
-            raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
-        self._refuse_if_over()
-        self._accumulator.note_added(name)
-        if self._noted.complete(name):
-            self._add_noted()
-        self._send_complete(self._accumulator.layout.span_of(name), [name])
-
-    def _add_noted(self) -> None:
+    def _add_the_noted(self) -> None:
         if self._noted is None:
             return
         try:
@@ -210,16 +216,6 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
         except BaseException as fault:
             self.fail(type(fault))
             raise
-
-    def _end(self) -> None:
-        if self._window is None:
-            raise nothing_came(len(self._accumulator.layout.slots))
-        self._add_noted()
-        self._refuse_if_over()
-        self._accumulator.end_micro_batch()
-        self._has_ended = True
-        if self._sends:
-            self._send(self._accumulator.layout.spans)
 
     def _look_for_room(self) -> bool:
         """Whether the micro-batch begins; then choose whether its blocks are measured or sent.

@@ -279,6 +279,8 @@ class Observers:
 
     def shown(self, result: StepResult) -> StepResult:
         """The result, after all callbacks were called with it; then raises the first error that one of them raised."""
+        if not self._callbacks:
+            return result
         faults = [fault for callback in list(self._callbacks.values()) if (fault := _fault_of(callback, result))]
         if faults:
             raise faults[0]

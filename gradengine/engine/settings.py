@@ -95,11 +95,12 @@ class Settings:
 
     def refuse_short(self, count: int, *, partial: bool) -> None:
         """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is said."""
-        if not truth_value("partial", partial) and self.micro_batches is not None and 0 < count < self.micro_batches:
+        room = self.micro_batches
+        if room is not None and 0 < count < room and not truth_value("partial", partial):
             raise WindowError(
                 "the window is short",
                 got=f"{count} micro-batches",
-                expected=f"micro_batches={self.micro_batches}",
+                expected=f"micro_batches={room}",
                 do="add the rest, or call step(partial=True) for a short last window",
             )
 

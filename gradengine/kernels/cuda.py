@@ -15,7 +15,7 @@ from gradengine.kernels.arena import Arena, Chunk, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import Addresses, Entry, Launches, Table, chunk_for
+from gradengine.kernels.launch import Entry, Launches, Table, chunk_for
 from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
 from gradengine.kernels.operands import (
     OVERWRITE,
@@ -88,8 +88,7 @@ class CudaKernels(Kernels):
         table = self._table_of(arena, fold.slots)
         partials = _partials(arena) if measure else (_NULL, _NULL)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
-        recorded = self.device.recorded
-        rows = fold.addresses(columns) if recorded is None or fold.stays else recorded.addresses_of(fold, columns)
+        rows = fold.addresses(columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights: list[Weight] = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
@@ -98,6 +97,8 @@ class CudaKernels(Kernels):
         for contribution in fold.contributions:
             if contribution.producers:
                 self.device.give_back(contribution.producers, contribution.views, contribution.sources)
+        if self.device.recorded is not None:
+            self.device.recorded.kept += fold.contributions
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """See `Kernels.measure`; one launch."""
@@ -191,15 +192,13 @@ class CudaKernels(Kernels):
     ) -> None:
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         if isinstance(decision, DeviceDecision):
-            memory, where = decision.memory, None
+            memory = decision.memory
             if destinations is None:
                 work = self._hand_back_in_place(arena, plan, memory)
             else:
                 work = self._hand_back_to(arena, plan, destinations)
-                if self.device.recorded is not None:
-                    where = self.device.recorded.addresses_to(work.where)
             with arena.in_order():
-                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)), where)
+                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
             return
         there = dict(enumerate(arena.targets)) if destinations is None else destinations
         if decision.skipped:
@@ -310,9 +309,8 @@ class CudaKernels(Kernels):
         remembered: _HandBack = memory.in_place[1]
         return remembered
 
-    def _hand_back(self, work: _HandBack, factors: tuple[Any, ...], where: Addresses = None) -> None:
-        where = work.where if where is None else where
-        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), where)
+    def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:
+        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), work.where)
         if work.producers:
             self.device.give_back(work.producers, work.destinations)
 

@@ -215,18 +215,10 @@ class CudaRuntime(Device):
             with current:
                 memory = self._empty(array.shape, array.dtype)
             self._uploads.wait_event(current.record())
-            self._fill(memory, array)
-        return memory
-
-    def fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
-        """Copy host values into an uploaded array that no work uses yet, and wait."""
-        self.relaxed(self._fill, memory, array)
-
-    def _fill(self, memory: Any, array: npt.NDArray[Any]) -> None:
-        with self.active():
             with self._uploads:
                 memory.set(array)
             self._uploads.synchronize()
+        return memory
 
     def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
         """A copy on the host of what an array holds after an event, whatever stream is current; waits."""

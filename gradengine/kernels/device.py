@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
-from gradengine.kernels.operands import Contribution, Destinations, FoldPass
 
 Answer = TypeVar("Answer")
 
@@ -22,32 +21,13 @@ class Graph(AbstractContextManager["Graph"], ABC):
 
     Attributes:
         kept: Memory that the work reads or writes: kept alive until the last run is over, even if the graph is dropped.
-        lent: The callers' arrays among that memory, which `repoint` replaces.
     """
 
     kept: list[Any]
-    lent: list[Any]
 
     @abstractmethod
     def replay(self) -> None:
         """Queue the work on the current stream."""
-
-    @abstractmethod
-    def repoint(
-        self, contributions: Sequence[Contribution], destinations: Destinations | None, lent: Sequence[Any]
-    ) -> None:
-        """Queue a copy after which replays read these contributions, in the recorded ones' order, and write there.
-
-        Each has gradients for the same components as the recorded one; None leaves the destinations as they are.
-        """
-
-    @abstractmethod
-    def addresses_of(self, fold: FoldPass, columns: int) -> Iterator[Any]:
-        """The addresses of each launch of a recorded pass, in device memory, where `repoint` replaces them."""
-
-    @abstractmethod
-    def addresses_to(self, destinations: npt.NDArray[np.uint64]) -> Any:
-        """The addresses that the recorded step hands back to, in device memory, where `repoint` replaces them."""
 
 
 class Order(ABC):

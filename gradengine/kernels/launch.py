@@ -30,7 +30,7 @@ from gradengine.kernels.toolchain import compiled, takes_large_arguments
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
 _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
 
-Addresses: TypeAlias = Any  # a NumPy array, to travel with the launch; or one of CuPy's, to be read by it
+Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 _TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
 _LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
@@ -211,13 +211,12 @@ class Launches:
         """Launch a kernel over a table's rows.
 
         `function` is its name without the size of the argument with the addresses, `arguments` are those between the
-        table and the addresses. Addresses that are in device memory are read there.
+        table and the addresses.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
         self._device.keep(*[weight.memory for weight in weights if isinstance(weight, DeviceWeight)])
-        is_on_host = isinstance(addresses, np.ndarray)
-        carried = by_value(addresses, weights, self._capacities) if is_on_host else None
+        carried = by_value(addresses, weights, self._capacities)
         size, *rest = carried or self._by_memory(addresses, weights)
         self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
@@ -236,8 +235,7 @@ class Launches:
 
     def _by_memory(self, addresses: Addresses, weights: Sequence[Weight]) -> tuple[Any, ...]:
         carried = [np.array([(packed(weights),)], [("weight", "<u8", (len(weights),))])] if weights else []
-        there = self._device.sent(addresses) if isinstance(addresses, np.ndarray) else addresses
-        return "table", *carried, there
+        return "table", *carried, self._device.sent(addresses)
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         self._device.keep(*[one for one in arguments if isinstance(one, self._device.xp.ndarray)])

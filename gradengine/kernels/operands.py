@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
@@ -189,8 +189,6 @@ class FoldPass:
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[Any]  # one for each: fp32, or on a GPU a `DeviceWeight`; exactly 1 multiplies nothing
-    #: Whether the sources are memory of ours, whose addresses a captured window keeps.
-    stays: bool = field(default=False, kw_only=True)
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

@@ -191,7 +191,7 @@ class DeviceSums:
     def _fold(self, slots: SlotSet, starts: Sequence[int], size: int) -> FoldPass:
         rows: list[list[Buffer | None]] = [[self._parts.part(start, start + size)] for start in starts]
         contributions = [Contribution.of(slots, row) for row in rows]
-        return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows), stays=True)
+        return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows))
 
     def _make_told(self) -> None:
         """Allocate this rank's row of facts, and memory for all ranks' rows."""

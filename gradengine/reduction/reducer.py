@@ -6,16 +6,17 @@ few shares at a time.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.state import Call, Event, State, StepState
-from gradengine.errors import CallerError, NonFiniteGradient, WindowError
+from gradengine.accumulate.state import Call, Event, Facts, State, StepState
+from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFiniteGradient, WindowError
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.environment import warn_of_other_ranks
 from gradengine.exchange.linked import Exchange, Kept, Seconds
@@ -44,6 +45,36 @@ class DecidedStep:
     step: int
     took: Seconds  # the sums over workers
     loss_scale: Any = None  # where it is a dynamic one
+
+
+class _HasReducer(Protocol):
+    _reducer: Reducer
+
+
+_Caller = TypeVar("_Caller", bound=_HasReducer)
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
+
+
+def whole(
+    method: Callable[Concatenate[_Caller, _Given], _Answer],
+) -> Callable[Concatenate[_Caller, _Given], _Answer]:
+    """Make an interrupted call of this method leave the step broken and close the exchanges, so that no worker waits.
+
+    A call during which the device fails does so too. After another error the state is what it was before the call,
+    unless memory was written.
+    """
+
+    @functools.wraps(method)
+    def called(self: _Caller, /, *given: _Given.args, **named: _Given.kwargs) -> _Answer:
+        step = self._reducer.workers.progress.step
+        try:
+            return method(self, *given, **named)
+        except BaseException as fault:
+            self._reducer.break_off_after(fault, step)
+            raise
+
+    return called
 
 
 @final
@@ -86,11 +117,6 @@ class Reducer:
     def step(self) -> int:
         """The number of the open step, counted from 0."""
         return self.workers.progress.step
-
-    @property
-    def took(self) -> Seconds:
-        """How long the step's sums over workers took; 0 without an exchange."""
-        return self.workers.progress.took
 
     @property
     def worker(self) -> Worker:
@@ -201,7 +227,7 @@ class Reducer:
 
     def next_step(self) -> None:
         """Begin the next step: this one is over on this rank."""
-        self._begin(self.step + 1)
+        self._begin(self.workers.progress.step + 1)
 
     def discard(self, *, is_queued: bool) -> None:
         """Forget the window. If part of it was sent already, the exchanges are closed, as that cannot be taken back.
@@ -216,6 +242,12 @@ class Reducer:
                 group.leave()
         self._begin(self.step + (now is State.AGREED or is_queued))
 
+    def break_off_after(self, fault: BaseException, step: int) -> None:
+        """Break off the step of this number if a call that began in it was interrupted, or lost the device."""
+        is_broken = self._state.now is State.BROKEN and not isinstance(fault, GradientError)
+        if is_broken or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
+            self.break_off(step)
+
     def break_off(self, step: int) -> None:
         """Mark the step of this number as broken after an interrupt, and close the exchanges, so that no rank waits.
 
@@ -226,6 +258,16 @@ class Reducer:
         for group in (self.workers, self.parts.group):
             group.progress.step = step
             group.leave()
+
+    def facts(self) -> Facts:
+        """Values for the texts of refusals."""
+        can_rejoin = not (self.is_alone or self.workers.is_over_mpi)
+        return {
+            "step": f"step {self.step}",
+            "after_loss": " (after reconnect() if the exchange was lost)" if can_rejoin else "",
+            "count": self._accumulator.accumulated_count,
+            "or_nothing": "" if self.is_alone else ", or add(None, weight=0) where this worker has none",
+        }
 
     def _nothing_to_step(self) -> WindowError:
         """End a step in which no worker had a micro-batch, as all of them know, and return the error to raise."""
