@@ -7,7 +7,7 @@ import pytest
 from devices import all_on_host, bits_of, number_of, put_all, synchronize
 
 from gradengine.engine import GradientEngine
-from gradengine.engine.deferred import DeferredErrors
+from gradengine.engine.result import DeferredErrors
 from gradengine.errors import ExchangeError, NonFiniteGradient, WindowError
 from gradengine.kernels import StepStatus
 from gradengine.layout import GradientLayout

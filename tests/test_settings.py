@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout
+from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulator
+from gradengine.engine.loss_scaling import LossScaling
 from gradengine.engine.settings import Settings
 from gradengine.errors import CallerError, ExchangeError, WindowError
 from gradengine.kernels import ClipPlan
@@ -16,7 +17,7 @@ LAYOUT = GradientLayout.of({"w": (3,)})
 
 
 def settings(plan=PLAN, **change):
-    defaults = {"on_non_finite": "raise", "average": "weighted", "micro_batches": None, "loss_scale": 1.0}
+    defaults = {"on_non_finite": "raise", "average": "weighted", "micro_batches": None}
     return Settings(plan, **{**defaults, **change})
 
 
@@ -32,22 +33,23 @@ def settings(plan=PLAN, **change):
 def test_what_is_out_of_range_is_refused_by_name(name, bad):
     do = {"mean": "the mean is 'weighted'", "1": r"pass scaler\.get_scale\(\)"}.get(str(bad), "")
     with pytest.raises(CallerError, match=f"{name}.*{do}"):
-        settings(**{name: bad})
+        GradientEngine(LAYOUT, **{name: bad})
 
 
 @pytest.mark.parametrize("number", [np.int64(2), np.float32(2), np.array(2)])
 def test_numpys_numbers_are_numbers(number):
-    found = settings(loss_scale=number, micro_batches=np.int64(2))
+    found = GradientEngine(LAYOUT, loss_scale=number, micro_batches=np.int64(2))
     assert (found.loss_scale, found.micro_batches) == (2.0, 2)
     assert (type(found.loss_scale), type(found.micro_batches)) == (float, int)
 
 
 def test_what_all_workers_are_told():
-    found = settings(loss_scale=2.0**64)
-    assert set(found.shared) == {"max_norm", "groups", "average", "on_non_finite", "loss_scale"}
+    found = settings()
+    assert set(found.shared) == {"max_norm", "groups", "average", "on_non_finite"}
+    scaling = LossScaling(2.0**64, found, PerBlockGradientAccumulator(LAYOUT))
+    scaling.replace(2.0**-64)
+    assert float(found.shared["loss_scale"]) == scaling.value == 2.0**-64
     assert all(isinstance(value, str) for value in found.shared.values())
-    found.loss_scale = 2.0**-64
-    assert float(found.shared["loss_scale"]) == found.loss_scale == 2.0**-64
 
 
 @pytest.mark.parametrize("on_non_finite", ["raise", "skip", "pass"])

@@ -2,7 +2,7 @@
 
 In: gradients of each micro-batch. Out: a `StepResult` with the averaged and clipped gradients. `engine.py` has the
 calls `add` and `step`, `settings.py` what an engine is made with, `micro_batch.py` gradients that come one by one,
-`result.py` and `deferred.py` what a step answers, `capture.py` a CUDA graph of a window, `checkpoint.py` an open window
+`result.py` what a step answers, `capture.py` a CUDA graph of a window, `checkpoint.py` an open window
 on disk, and `trainer.py` a loop around it all. Imports `reduction`, `exchange` and `accumulate`.
 """
 

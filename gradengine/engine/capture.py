@@ -14,8 +14,7 @@ from gradengine.accumulate.state import Call, State
 from gradengine.arguments import truth_value
 from gradengine.arrays.buffer import RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
-from gradengine.engine.deferred import DeferredErrors
-from gradengine.engine.result import Observers, StepResult
+from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot

@@ -15,7 +15,7 @@ import numpy as np
 from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
-from gradengine.engine.settings import Settings, checked_loss_scale
+from gradengine.engine.settings import Settings
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
@@ -100,10 +100,7 @@ def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Se
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
-    scale = found["loss_scale"].item()
-    if settings.dynamic is None or not 0 < np.float32(scale) < np.inf:
-        scale = checked_loss_scale(scale)
-    return Checkpoint(step, worker, (scale, tracker), _window(found, layout, settings))
+    return Checkpoint(step, worker, (found["loss_scale"].item(), tracker), _window(found, layout, settings))
 
 
 def _refuse_other_names(state: Mapping[str, Any]) -> None:

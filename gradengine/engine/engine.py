@@ -17,10 +17,9 @@ from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
 from gradengine.engine.checkpoint import Checkpoint, checkpoint_of, saved_state
-from gradengine.engine.deferred import DeferredErrors
 from gradengine.engine.loss_scaling import LossScaling
 from gradengine.engine.micro_batch import MicroBatch
-from gradengine.engine.result import Observers, StepResult
+from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
@@ -110,7 +109,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
-        self._settings = Settings(self._plan, on_non_finite, average, micro_batches, loss_scale)
+        self._settings = Settings(self._plan, on_non_finite, average, micro_batches)
         if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
         self.layout = layout
@@ -125,7 +124,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
-        self._scaling = LossScaling(self._settings, self.accumulator)
+        self._scaling = LossScaling(loss_scale, self._settings, self.accumulator)
         self._captures: list[Capture] = []  # the one that records now, if any
         self._observers = Observers()
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
@@ -337,7 +336,10 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         destinations = None if out is None else self.accumulator.destinations.of(out)
         self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
-            (self if self._state.now is State.AGREED else self._settings).loss_scale = loss_scale
+            if self._state.now is State.AGREED:
+                self.loss_scale = loss_scale
+            else:
+                self._scaling.replace(loss_scale)
         try:
             decided = self._decide()
         except GradientError:
@@ -464,8 +466,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         checkpoint = checkpoint_of(state, self.layout, self._settings)
         self._reducer.refuse_other_worker(checkpoint.whose)
         self.check()
-        self._late.restart()
         self._scaling.load(*checkpoint.loss_scale)
+        self._late.restart()
         self._reducer.load(checkpoint.step, checkpoint.whose)
         self.accumulator.load(checkpoint.window)
 
@@ -519,8 +521,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
-        scaling = self._scaling if self._scaling.dynamic is not None else None
-        scale = self._settings.loss_scale if scaling is None else scaling.known(self._reducer)
+        scale = self._scaling.known(self._reducer)
         stats = self._reducer.agree()
         divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
@@ -530,7 +531,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        used = scaling and scaling.used(decision, scale)
+        used = self._scaling.used(decision, scale)
         return DecidedStep(stats, decision, non_finite, step, self._reducer.workers.progress.took, used)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, final
 
@@ -9,9 +10,11 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Facts, StepState
-from gradengine.engine.settings import Settings, checked_loss_scale
+from gradengine.arguments import as_float, out_of_range, said
+from gradengine.engine.settings import Settings
+from gradengine.errors import CallerError
 from gradengine.kernels import Decision
-from gradengine.kernels.loss_scale import LossScale
+from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
 from gradengine.reduction.reducer import Reducer
 
 
@@ -23,33 +26,52 @@ class LossScaling:
         dynamic: The scale that verdicts change; None if the scale is a number that is set.
     """
 
-    def __init__(self, settings: Settings, accumulator: PerBlockGradientAccumulator) -> None:
-        self._settings, rule = settings, settings.dynamic
-        self._is_on_gpu = accumulator.kernels.device.name != "cpu"
+    def __init__(
+        self, scale: float | DynamicLossScale, settings: Settings, accumulator: PerBlockGradientAccumulator
+    ) -> None:
+        rule = scale if isinstance(scale, DynamicLossScale) else None
+        if rule is not None and settings.on_non_finite != "skip":
+            got, do = f"on_non_finite={settings.on_non_finite!r}", 'build the engine with on_non_finite="skip"'
+            raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
+        self._shared, self._is_on_gpu = settings.shared, accumulator.kernels.device.name != "cpu"
         self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
+        self._number = 1.0
+        if isinstance(scale, DynamicLossScale):
+            self._shared["loss_scale"] = f"by {scale}"
+        else:
+            self._take(checked_loss_scale(scale))
 
     @property
     def value(self) -> Any:
         """The factor of the open window's loss."""
-        return self._settings.loss_scale if self.dynamic is None else self.dynamic.value
+        return self._number if self.dynamic is None else self.dynamic.value
 
     def set(self, value: float, state: StepState, facts: Callable[[], Facts]) -> None:
         """Set the next window's number; raises if a window is open, the number out of range, or the scale dynamic."""
-        scale, before = checked_loss_scale(value), self._settings.loss_scale
-        if scale != before and self.dynamic is None:
+        scale = checked_loss_scale(value)
+        if scale != self._number and self.dynamic is None:
             told = facts()
-            change = f"{scale} after {told['count']} micro-batches of {before}"
+            change = f"{scale} after {told['count']} micro-batches of {self._number}"
             state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
-        self._settings.loss_scale = scale
+        self.replace(value)
+
+    def replace(self, value: float) -> None:
+        """Set the open window's number, in whatever state; raises as `set` of a bad one."""
+        if self.dynamic is not None:
+            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
+        self._take(checked_loss_scale(value))
+
+    def _take(self, number: float) -> None:
+        self._number, self._shared["loss_scale"] = number, repr(number)
 
     def known(self, reducer: Reducer) -> float:
         """The scale that the host divides by, which workers compare; 1 if only the device knows the scale."""
         if self.dynamic is None:
-            return self._settings.loss_scale
+            return self._number
         if self._is_on_gpu and not reducer.waits:
             return 1.0
         scale, tracker = self.dynamic.read()
-        self._settings.shared["loss_scale"] = f"{float(scale)!r} for {tracker} steps, by {self.dynamic.rule}"
+        self._shared["loss_scale"] = f"{float(scale)!r} for {tracker} steps, by {self.dynamic.rule}"
         return float(scale)
 
     def made(self, decision: Decision) -> None:
@@ -66,13 +88,24 @@ class LossScaling:
     def saved(self) -> tuple[float, int]:
         """The scale, and the finite steps in a row that a dynamic one has seen; on a GPU this waits."""
         if self.dynamic is None:
-            return self._settings.loss_scale, 0
+            return self._number, 0
         scale, tracker = self.dynamic.read()
         return float(scale), tracker
 
     def load(self, scale: float, tracker: int) -> None:
-        """Go on with what was saved."""
+        """Go on with what was saved; raises `CallerError` for a number that is no loss scale."""
+        if self.dynamic is None or not 0 < np.float32(scale) < np.inf:
+            scale = checked_loss_scale(scale)
         if self.dynamic is None:
-            self._settings.loss_scale = scale
+            self._take(scale)
         else:
             self.dynamic.write(np.float32(scale), tracker)
+
+
+def checked_loss_scale(value: float) -> float:
+    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-126..2**126."""
+    scale = as_float(value)
+    if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too
+        do = "pass scaler.get_scale() or a DynamicLossScale" if math.isnan(scale) else None
+        raise out_of_range("loss_scale", value, "2**-126..2**126", do=do)
+    return scale

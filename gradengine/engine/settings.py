@@ -1,40 +1,20 @@
-"""An engine's options: typed once for all that build an engine, checked once, and compared over the workers."""
+"""An engine's settings: checked once, and compared over the workers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal, TypeAlias, TypedDict, final
+from typing import Literal, TypeAlias, final
 
-from gradengine.arguments import as_float, has, out_of_range, refuse_unknown, said, truth_value, whole_number
-from gradengine.clip import Groups, MaxNorm
+from gradengine.arguments import has, refuse_unknown, truth_value, whole_number
 from gradengine.errors import CallerError, WindowError
-from gradengine.exchange.linked import Exchange
-from gradengine.kernels import ClipPlan, DeviceLike
-from gradengine.kernels.loss_scale import DynamicLossScale
+from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
-from gradengine.reduction.tensor_parallel_group import Replicated
 
 _OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "gather", "close")
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
 Average: TypeAlias = Literal["weighted", "per_worker", "sum"]
-
-
-class EngineOptions(TypedDict, total=False):
-    """The options of `GradientEngine` besides layout and exchange, for functions that pass them on."""
-
-    device: DeviceLike
-    max_norm: MaxNorm
-    on_non_finite: OnNonFinite
-    micro_batches: int | None
-    hold: int
-    groups: Groups
-    average: Average
-    loss_scale: float | DynamicLossScale
-    copy_strided: bool
-    tp_exchange: Exchange | None
-    replicated: Replicated
 
 
 @final
@@ -47,7 +27,6 @@ class Settings:
         on_non_finite: OnNonFinite,
         average: Average,
         micro_batches: int | None,
-        loss_scale: float | DynamicLossScale,
     ) -> None:
         refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
         refuse_unknown("average", average, ("weighted", "per_worker", "sum"), do="the mean is 'weighted'")
@@ -64,26 +43,6 @@ class Settings:
             "average": average,
             "on_non_finite": on_non_finite,
         }
-        self.dynamic: DynamicLossScale | None = None
-        if isinstance(loss_scale, DynamicLossScale) and on_non_finite != "skip":
-            do = 'build the engine with on_non_finite="skip"'
-            raise CallerError("a dynamic loss scale skips steps", got=f"on_non_finite={on_non_finite!r}", do=do)
-        self.loss_scale = 1.0 if isinstance(loss_scale, DynamicLossScale) else loss_scale
-        self.dynamic = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
-        if self.dynamic is not None:
-            self.shared["loss_scale"] = f"by {self.dynamic}"
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss was multiplied by."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        if self.dynamic is not None:
-            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
-        self._loss_scale = checked_loss_scale(value)
-        self.shared["loss_scale"] = repr(self._loss_scale)
 
     def is_last(self, what: str, count: int) -> bool:
         """Whether the micro-batch after `count` is the window's last; raises `WindowError` if the window is full."""
@@ -125,12 +84,3 @@ def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
         raise CallerError(
             "exchange and tp_exchange are the same", expected="a group over the workers, and one over the parts"
         )
-
-
-def checked_loss_scale(value: float) -> float:
-    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-126..2**126."""
-    scale = as_float(value)
-    if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too
-        do = "pass scaler.get_scale() or a DynamicLossScale" if math.isnan(scale) else None
-        raise out_of_range("loss_scale", value, "2**-126..2**126", do=do)
-    return scale

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Refusal
@@ -24,13 +24,9 @@ from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
-from gradengine.engine.settings import EngineOptions
 from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, ProtocolError, WindowError
 from gradengine.exchange.linked import Exchange
 from gradengine.layout import GradientLayout
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 
@@ -101,9 +97,8 @@ class DistributedTrainer(Fixed):
         layout: The gradients' layout.
         max_steps: After this many steps `reached_max_steps` is True, and a further one is refused.
         check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
-        options: Those of `GradientEngine`, by name: `device`, `max_norm`, `groups`, `average`, `on_non_finite`,
-            `micro_batches` (of this worker in each step: the exchange starts with the last one), `hold`, `loss_scale`,
-            `copy_strided`, and `tp_exchange` and `replicated`, for ranks that train on the same micro-batches.
+        options: Those of `GradientEngine`, by name. `micro_batches` are this worker's in each step: the exchange starts
+            with the last one. A `tp_exchange` is over ranks that train on the same micro-batches.
 
     Raises:
         CallerError: An argument is out of range.
@@ -129,7 +124,7 @@ class DistributedTrainer(Fixed):
         *,
         max_steps: int | None = None,
         check_every: int = 0,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> None:
         refuse_lacking("trainer", trainer, ("forward_backward", "apply_gradients"))
         self.trainer = trainer

@@ -12,7 +12,7 @@ struct Told {  // as reduction/device_sums.py writes it; behind it flags that on
   u64 settings;          // a digest of them
 };
 
-enum : u32 { OTHER_STEP = 1, OTHER_SETTINGS = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as deferred.py reads them
+enum : u32 { OTHER_STEP = 1, OTHER_SETTINGS = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as result.py reads them
 
 __device__ __forceinline__ double not_a_number(u64 payload) {
   return __longlong_as_double((i64)(0x7ff8000000000000ull | payload));
