@@ -223,8 +223,6 @@ OTHER_VARIANTS = re.compile(r"^[A-Z_]+\((\w+_large|\w+_table|accumulate_1_small)
 OTHER_BODIES = re.compile(r"(\b\w+_table\([^{]*\{)[^}]*\}")
 BARRIER = "  __syncthreads();\n"
 
-FILLING_SECTORS = "accumulate, filling sectors"  # the same file, compiled with the stores that are not the default
-
 # By kernel: the text that is right (it stands there once), and what a tired programmer might write.
 MUTATIONS = {
     "accumulate": [
@@ -253,9 +251,7 @@ MUTATIONS = {
         ("if (bytes & 4u) {", "if (false) {"),
         ("if (bytes & 2u) {", "if (false) {"),
         ("head + (size - head - UNIT) / UNIT * UNIT", "head + (size - head) / UNIT * UNIT"),
-        ("at += UNIT * ACCUMULATE_THREADS", "at += 2 * UNIT * ACCUMULATE_THREADS"),
-    ],
-    FILLING_SECTORS: [
+        ("row += UNIT * ACCUMULATE_THREADS", "row += 2 * UNIT * ACCUMULATE_THREADS"),
         ("__syncwarp();  // what", "// what"),
         (
             "of_even[i] = odd ? other : kept, of_odd[i] = odd ? kept : other;",
@@ -341,18 +337,13 @@ def test_without_a_bug_nothing_is_caught(emulated, kernel):
     SCENARIOS[kernel](emulated)
 
 
-def test_stores_that_fill_sectors_have_the_same_bits(device):
-    accumulates(device_backend(CudaKernels(device.kernels.xp, device.kernels.ordinal, whole_sectors=True)))
-
-
 @pytest.mark.parametrize(("kernel", "bug"), [(kernel, bug) for kernel in MUTATIONS for bug in MUTATIONS[kernel]])
 def test_a_bug_is_caught(emulated, kernel, bug, monkeypatch):
     from real_cupy.loaded import expected_faults
 
-    file = kernel.partition(",")[0]
-    monkeypatch.setattr(toolchain, "source", mutated_source(file, *bug))
+    monkeypatch.setattr(toolchain, "source", mutated_source(kernel, *bug))
     xp = emulated.kernels.xp
-    backend = device_backend(CudaKernels(xp, whole_sectors=kernel == FILLING_SECTORS))
+    backend = device_backend(CudaKernels(xp))
     errors = AssertionError, DeviceFailed, xp.cuda.runtime.CUDARuntimeError, xp.cuda.driver.CUDADriverError
     with expected_faults(), pytest.raises(errors):
-        SCENARIOS[file](backend)
+        SCENARIOS[kernel](backend)

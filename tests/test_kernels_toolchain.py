@@ -124,19 +124,14 @@ def test_sources_are_read_from_a_zip_file_too(tmp_path, monkeypatch):
     assert (zipped.source("measure"), zipped.arithmetic()) == (toolchain.source("measure"), toolchain.arithmetic())
 
 
-def test_each_choice_is_a_define_and_sources_are_whole():
+def test_small_arguments_are_a_define_and_sources_are_whole():
     """CuPy's cache is keyed by the text, and would not see a change in a header."""
     taken, module = [], SimpleNamespace(compile=lambda: None)
     xp = SimpleNamespace(RawModule=lambda *, code, options: taken.append((code, options)) or module)
     for name in ("accumulate", "measure", "finalise", "hand_back"):
         assert toolchain.compiled(xp, name) is module
-    for name in ("measure", "accumulate"):  # of which only one writes sectors
-        toolchain.compiled(xp, name, large_arguments=False, whole_sectors=True)
-    assert [options for _, options in taken[-3:]] == [
-        ("--std=c++17",),
-        ("--std=c++17", "-DSMALL_ARGUMENTS_ONLY"),
-        ("--std=c++17", "-DSMALL_ARGUMENTS_ONLY", "-DWHOLE_SECTORS"),
-    ]
+    toolchain.compiled(xp, "measure", large_arguments=False)
+    assert [options for _, options in taken[-2:]] == [("--std=c++17",), ("--std=c++17", "-DSMALL_ARGUMENTS_ONLY")]
     assert all("#include" not in code and "struct Stretch" in code for code, _ in taken)
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.kernels import Kernels, kernels_for
-from gradengine.kernels.cuda import CudaKernels, cuda_kernels
+from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.host_threads import available_cpus
 
 __all__ = [
@@ -241,11 +241,6 @@ class Gpu(Device):
         self.wait()
         wall = self.clock() - began
         return Sample(1e-3 * self.xp.cuda.get_elapsed_time(start, stop), wall, host)
-
-    @cached_property
-    def filling_sectors(self) -> CudaKernels:
-        """The kernels once more, with stores of K1 that fill whole sectors of memory: to see which are faster."""
-        return CudaKernels(self.xp, whole_sectors=True)
 
     def wait(self) -> None:
         """Wait until all queued work is done."""

@@ -56,15 +56,13 @@ def ours(name: str, nbytes: int, build: Callable[[], Case], tolerance: float = _
 def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 0) -> list[Variant]:
     """Add micro-batches to one fp32 sum, ours in passes of as many as each variant holds.
 
-    The first `begun` are in the sum already; only the others are timed. On a GPU ours is timed once more with stores
-    that fill whole sectors of memory.
+    The first `begun` are in the sum already; only the others are timed.
     """
     device = workload.device
     untimed = 1 + begun if begun else 0  # the zeroing, and what has begun
 
-    def of_ours(hold: int, *, whole_sectors: bool = False) -> Case:
-        kernels = device.filling_sectors if whole_sectors and isinstance(device, Gpu) else device.kernels
-        accumulator = PerBlockGradientAccumulator(workload.layout, kernels, hold=hold)
+    def of_ours(hold: int) -> Case:
+        accumulator = PerBlockGradientAccumulator(workload.layout, device.kernels, hold=hold)
         device.poison(list(accumulator.arrays().values()))
         adds = [partial(accumulator.add, gradients) for gradients in workload.for_ours()]
         calls: list[Callable[[], object]] = [accumulator.zero_all, *adds, accumulator.close]
@@ -74,13 +72,12 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
         peer, calls = adding(workload, kind)
         return summed(workload, calls, untimed, lambda: peer.gradients)
 
-    def held(hold: int) -> list[Variant]:
+    def held(hold: int) -> Variant:
         name, nbytes = "ours" if begun else f"ours hold={hold}", bytes_of_adding(workload, hold, begun=begun)
-        filling = Variant(f"{name}, whole sectors", nbytes, partial(of_ours, hold, whole_sectors=True), tolerance=_OURS)
-        return [ours(name, nbytes, partial(of_ours, hold)), *([filling] if device.is_gpu else [])]
+        return ours(name, nbytes, partial(of_ours, hold))
 
     by_peers = peers(workload, bytes_of_adding(workload, begun=begun), of_peer, torch_name(workload))
-    return [*(variant for hold in dict.fromkeys(holds) for variant in held(hold)), *by_peers]
+    return [*map(held, dict.fromkeys(holds)), *by_peers]
 
 
 def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int = 0) -> int:

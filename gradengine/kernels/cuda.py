@@ -64,9 +64,9 @@ class CudaKernels(Kernels):
     device: CudaDevice
     measures_in_passing = True  # the sums are made while the memory is the bottleneck
 
-    def __init__(self, xp: Any, ordinal: int = 0, *, whole_sectors: bool = False) -> None:
+    def __init__(self, xp: Any, ordinal: int = 0) -> None:
         self.xp, self.ordinal, self.device = xp, ordinal, CudaDevice(xp, ordinal)
-        self._launches = Launches(self.device, whole_sectors=whole_sectors)
+        self._launches = Launches(self.device)
 
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> CudaPartialSums:
         order = self.device.order(memory)

@@ -174,15 +174,12 @@ def packed(weights: Sequence[Weight]) -> list[int]:
 class Launches:
     """The kernels of one device, compiled or from CuPy's cache, to be launched on its current stream."""
 
-    def __init__(self, device: CudaRuntime, *, whole_sectors: bool = False) -> None:
+    def __init__(self, device: CudaRuntime) -> None:
         self._device = device
         takes_32_kb = takes_large_arguments(device.xp)
         self._capacities = capacities = CAPACITIES if takes_32_kb else {"small": CAPACITIES["small"]}
         with device.active():
-            modules = {
-                file: compiled(device.xp, file, large_arguments=takes_32_kb, whole_sectors=whole_sectors)
-                for file in _FILES
-            }
+            modules = {file: compiled(device.xp, file, large_arguments=takes_32_kb) for file in _FILES}
         sizes = [f"_{size}" for size in (*capacities, "table")]
         self._functions = {
             name + size: modules[file].get_function(name + size)

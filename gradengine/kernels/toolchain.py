@@ -92,21 +92,18 @@ def takes_large_arguments(xp: Any) -> bool:
     return nvrtc >= _LARGE_ARGUMENTS and int(xp.cuda.runtime.driverGetVersion()) >= _LARGE_ARGUMENTS_DRIVER
 
 
-def compiled(xp: Any, name: str, *, large_arguments: bool = True, whole_sectors: bool = False) -> Any:
+def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
     """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
 
     Args:
         xp: CuPy.
         name: The file's name.
         large_arguments: Whether to include the kernels that take 32 KB of arguments.
-        whole_sectors: Whether K1's stores fill sectors; `gradengine bench gpu` measures them beside the plain ones.
 
     Raises:
         DeviceUnavailable: NVRTC or its headers are missing.
     """
-    # K1 alone reads the second: the other files come from the cache, with the defines that they had.
-    defines = {"SMALL_ARGUMENTS_ONLY": not large_arguments, "WHOLE_SECTORS": whole_sectors and name == "accumulate"}
-    options = ("--std=c++17", *(f"-D{name}" for name, is_defined in defines.items() if is_defined))
+    options = ("--std=c++17", *([] if large_arguments else ["-DSMALL_ARGUMENTS_ONLY"]))
     module = xp.RawModule(code=source(name), options=options)
     try:
         module.compile()
