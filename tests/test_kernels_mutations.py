@@ -313,6 +313,8 @@ MUTATIONS = {
         ("bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u"),
         ("(bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest", "nearest"),
         ("factors[component.group]", "factors[0]"),
+        ("load_quads<1>(source.at(at), word)", "load_16_bytes(source.at(at), word)"),
+        ("at += QUAD * HAND_BACK_THREADS", "at += UNIT * HAND_BACK_THREADS"),
     ],
 }
 
