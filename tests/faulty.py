@@ -217,8 +217,8 @@ class Faulty:
         self._ways, self.between, self.hub, self.failure, self._server = ways[::-1], None, None, None, None
         if kind == SERVED:
             ends = [self._pair(is_faulty=rank == 1) for rank in range(world_size)]
-            links = [SocketLink(rank, {world_size: [end]}, hub=world_size) for rank, (end, _) in enumerate(ends)]
-            hub = SocketLink(world_size, {rank: [end] for rank, (_, end) in enumerate(ends)}, hub=world_size)
+            links = [SocketLink(rank, {world_size: end}, hub=world_size) for rank, (end, _) in enumerate(ends)]
+            hub = SocketLink(world_size, {rank: end for rank, (_, end) in enumerate(ends)}, hub=world_size)
             self._serve(hub, clocks[world_size], bucket_bytes)
         else:
             links = SOCKET_LINKS.get(kind, socket_links)(

@@ -83,10 +83,6 @@ def measure(kernels, buffers, partials, positions=None):
     kernels.measure(arena_of(kernels, buffers, partials), positions)
 
 
-def measure_chunks(kernels, buffers, partials, chunks):
-    kernels.measure_chunks(arena_of(kernels, buffers, partials), chunks)
-
-
 def totals_of(kernels, partials):
     return kernels.totals(arena_of_sums(partials))
 

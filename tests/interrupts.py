@@ -51,13 +51,15 @@ def _safe_at(code):
     """Where in its bytes a line begins, or begins again, that no signal can interrupt.
 
     And where a loop of one line goes back, of which only 3.12 and later tell a tracer: a signal can interrupt there,
-    but the tracer's exception passes by each `with` and `try` of the function (python/cpython#152375).
+    but the tracer's exception passes by each `with` and `try` of the function (python/cpython#152375). No signal is
+    looked for where an exception leaves a `with`; a tracer's exception there keeps the frame's objects.
     """
     safe, steps = set(), list(dis.get_instructions(code))
     for step, behind in zip(steps, [*steps[1:], None], strict=True):
         leaves = step.opname == "RETURN_VALUE" or (step.opname in _LOADING and behind.opname in _LEAVING)
         goes_back = step.opname == "JUMP_BACKWARD" and not step.starts_line
-        if leaves or goes_back or step.opname == "NOP":
+        is_exit = behind is not None and "WITH_EXCEPT_START" in {step.opname, behind.opname}
+        if leaves or goes_back or is_exit or step.opname == "NOP":
             safe.add(step.offset)
     begun = set()
     for start, _, line in code.co_lines():

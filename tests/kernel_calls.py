@@ -3,7 +3,7 @@
 import numpy as np
 import strategies as draw
 from devices import number_of
-from folds import Fold, accumulate, finalise, hand_back, measure_chunks, totals_of
+from folds import Fold, accumulate, finalise, hand_back, measure, totals_of
 
 from gradengine.kernels import ClipPlan, Contribution, FoldPass, SlotSet
 
@@ -38,7 +38,7 @@ def accumulated(backend, target, sources, weights, overwrite, sums=None, offset=
 
 def sums_of(backend, buffers):
     sums = backend.kernels.partial_sums([buffer.size for buffer in buffers])
-    measure_chunks(backend.kernels, buffers, sums, sums.chunks(range(len(buffers))))
+    measure(backend.kernels, buffers, sums, range(len(buffers)))
     return sums
 
 

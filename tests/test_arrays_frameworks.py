@@ -21,7 +21,7 @@ from gradengine import (
 )
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.frameworks import TorchStream, device_name, is_jax, is_torch
-from gradengine.arrays.host import host_buffer, host_buffers
+from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused, GradientError
 from gradengine.kernels import HostKernels
 from gradengine.kernels.host_device import HostDevice
@@ -109,7 +109,7 @@ class TestTorch:
     def test_the_same_memory_in_every_dtype_and_shape(self, torch):
         for dtype, shape in itertools.product(draw.DTYPES, [(2, 3), (), (1,), (0,), (3, 0, 2), (2, 1, 3)]):
             tensor = torch.arange(-1.0, int(np.prod(shape)) - 1).reshape(shape).to(getattr(torch, dtype))
-            for view in (writable_host_buffer(tensor, "w"), host_buffers([tensor], ["w"])[0]):
+            for view in (writable_host_buffer(tensor, "w"), host_buffer(tensor, "w")):
                 assert (view.pointer, view.dtype, tuple(view.shape)) == (tensor.data_ptr(), dtype, shape)
                 bits = tensor.flatten().view(torch.int32 if dtype == "float32" else torch.int16).numpy()
                 np.testing.assert_array_equal(view.data.view(bits.dtype), bits)
@@ -127,8 +127,6 @@ class TestTorch:
     def test_refused_alone_beside_others_and_by_an_engine_that_knows_others(self, torch, make, message):
         with pytest.raises(BufferRefused, match=f"'w' .*{message}"):
             host_buffer(make(torch), "w")
-        with pytest.raises(BufferRefused, match=f"'w' .*{message}"):
-            host_buffers([torch.ones(1), make(torch)], ["v", "w"])
         for is_watched in (False, True):  # also where all that came before are results, which are no leaves
             engine = GradientEngine(GradientLayout.of([(3,)]))
             for _ in range(20):

@@ -18,7 +18,6 @@ from gradengine.errors import ExchangeError, PeerLost, ProtocolError
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
-KINDS = [kind for kind in KINDS if "connections" not in kind]
 NAMES = ["rank 0", "rank 1", "the server"]
 
 
@@ -116,7 +115,7 @@ class Trickle(Slices):
             return True
         unread = bytearray(4)
         try:
-            (connection,) = [theirs for peer, (theirs, *_) in link._connections.items() if peer in {0, 3}]
+            (connection,) = [each for peer, each in link._connections.items() if peer in {0, 3}]
             fcntl.ioctl(connection.socket, termios.FIONREAD, unread)
         except (OSError, ValueError):  # the rank is closing, and will have closed when this is asked again
             return False

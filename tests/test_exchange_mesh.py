@@ -9,6 +9,7 @@ import stat
 import struct
 import sys
 import threading
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,7 +26,7 @@ from gradengine.exchange.addresses import connect_once, listen_socket
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.links import sockets
 from gradengine.exchange.listener import Listener, is_nameless, nameless
-from gradengine.exchange.mesh import Meeting, mesh
+from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.rendezvous import MOST_PATH_BYTES, address_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused, encode_head
 
@@ -45,6 +46,12 @@ def listener():
     listener = Listener(("127.0.0.1", 0), TOKEN)
     yield listener
     listener.close()
+
+
+def mesh(at, rank, world_size, *, token=None, job="", timeout, clock=time.monotonic, link=None, tls=None):
+    """A rank's link; `at` is on rank 0 its listener, on the others rank 0's address."""
+    joining = mesh_module._Joining(rank, world_size, token, job, timeout, clock, link, tls)
+    return joining.link(lambda: joining.host(at) if isinstance(at, Listener) else joining.join(at))
 
 
 class Started:
@@ -201,7 +208,7 @@ def test_a_rank_calls_again_where_rank_0_ends_and_starts_again(tmp_path, stops):
 def test_connections_are_kept_alive_and_closed_in_children(listener):
     started = start(listener, 2, range(2))
     for link in [rank.link() for rank in started]:
-        [connection] = [each.socket for theirs in link._connections.values() for each in theirs]
+        [connection] = [each.socket for each in link._connections.values()]
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         if hasattr(socket, "TCP_KEEPIDLE"):
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
@@ -448,7 +455,7 @@ def test_a_rank_that_was_let_in_and_has_not_heard_so_is_let_in_again(listener, l
             assert "rank 2 has joined already" in refusal_of(again)
         stack.enter_context(contextlib.closing(call(second.address, 3, 4, called=1, group=group)))
         links = [rank.link() for rank in started]
-        assert links[1]._connections[2][0].socket.recv(9) == b"early"
+        assert links[1]._connections[2].socket.recv(9) == b"early"
         for link in links:
             link.close()
 
@@ -615,10 +622,10 @@ def test_an_address_beyond_loopback_needs_a_token(token):
     Listener(("0.0.0.0", 0), TOKEN).close()
 
 
-def test_arguments_out_of_range(listener):
-    for changes in ({"rank": 2}, {"timeout": 0}, {"job": "two\nlines"}, {"token": 7}):
+def test_arguments_out_of_range(tmp_path):
+    for changes in ({"rank": 2}, {"job": "two\nlines"}, {"token": 7}):
         with pytest.raises(CallerError):
-            mesh(listener, **{"rank": 0, "world_size": 2, "timeout": 1.0} | changes)
+            Meeting(**{"address": str(tmp_path / "s"), "rank": 0, "world_size": 2} | changes)
 
 
 # ---- Ctrl-C ----

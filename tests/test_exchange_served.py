@@ -347,7 +347,7 @@ def test_a_rank_that_leaves_between_steps_is_missed_by_who_begins_the_next_alone
 )
 def test_a_rank_that_sends_what_it_should_not_is_named_to_all(data, says):
     with working(world_size=2) as (server, workers):
-        workers[1].exchange._link._connections[2][0].socket.send(data)
+        workers[1].exchange._link._connections[2].socket.send(data)
         workers[0].exchange.start(SMALL.spans[0])
         with pytest.raises(PeerLost, match="rank 1 is gone or late: the server has closed its link for that"):
             workers[0].exchange.wait()

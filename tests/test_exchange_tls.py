@@ -71,7 +71,7 @@ def test_connect_and_a_server_take_a_folder_or_the_environments(folders, monkeyp
             on_all(lambda worker: worker.sum(), workers)
             assert all(worker.arena.tobytes() == rank_order_sum(parts).tobytes() for worker in workers)
             on_all(lambda worker: worker.next_step(parts[worker.exchange.rank]), workers)
-        sockets = [each.socket for exchange in exchanges for [each] in exchange._link._connections.values()]
+        sockets = [each.socket for exchange in exchanges for each in exchange._link._connections.values()]
         assert all(isinstance(each, ssl.SSLSocket) and each.version() == "TLSv1.3" for each in sockets)
         on_all(leave_together, workers)
 
@@ -113,7 +113,7 @@ def test_no_gradient_can_be_seen_on_the_wire(run, is_encrypted):
     ends = [middle.second, middle.first]
     if is_encrypted:
         ends = [run.encrypted(end, is_called=rank == 0) for rank, end in enumerate(ends)]
-    links = [SocketLink(rank, {1 - rank: [end]}) for rank, end in enumerate(ends)]
+    links = [SocketLink(rank, {1 - rank: end}) for rank, end in enumerate(ends)]
     exchanges = [Exchange(link, timeout=SOON, join_timeout=SOON, bucket_bytes=4) for link in links]
     parts = contributions(SMALL, 2)
     workers = bound(exchanges, SMALL, parts)

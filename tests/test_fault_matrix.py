@@ -32,7 +32,7 @@ from faulty import (
     traffic_of,
     whole_step,
 )
-from test_exchange_mesh import Clock, call, refusal_of, told_by
+from test_exchange_mesh import Clock, call, mesh, refusal_of, told_by
 from test_exchange_processes import killed_and_replaced
 from test_exchange_served import Served
 from test_exchange_tls import Flipped
@@ -44,7 +44,6 @@ from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.listener import Listener
-from gradengine.exchange.mesh import mesh
 from gradengine.exchange.tls import Certificates, hashes_of
 from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, encode_head
 from gradengine.layout import GradientLayout
@@ -430,7 +429,6 @@ def late(link, folder):
 
 NOT_OVER_THREADS = {"slice", "truncate", "reset", "corrupt", "hole", "kill"}
 NOT_OVER_THREADS |= {"wrong token", "two jobs", "replay", "oversized claim", "late joiner"}
-OVER_THREE = "tcp, 3 connections"  # of each two ranks, which the page counts as tcp
 SLOW = [("kill", "unix"), ("kill", TLS), ("kill", SHARED_MEMORY), ("fork", "unix"), ("fork", TLS)]  # as over tcp
 
 
@@ -442,7 +440,6 @@ def table():
 
 
 CELLS = table()
-CASES = [*CELLS, *((what, OVER_THREE) for what in ("slice", "truncate", "reset", "hole"))]
 
 
 def test_the_table_has_every_fault_and_link_and_the_page_says_what_each_word_means():
@@ -453,14 +450,14 @@ def test_the_table_has_every_fault_and_link_and_the_page_says_what_each_word_mea
 
 
 @pytest.mark.parametrize(
-    ("what", "link"), [pytest.param(*each, marks=pytest.mark.slow if each in SLOW else ()) for each in CASES]
+    ("what", "link"), [pytest.param(*each, marks=pytest.mark.slow if each in SLOW else ()) for each in CELLS]
 )
 def test_a_cell(what, link, tmp_path, monkeypatch):
     if link == SHARED_MEMORY and not HAS_SHARED_MEMORY:
         pytest.skip("no memfd on this platform")
     if what == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork on this platform")
-    expected = CELLS[what, "tcp" if link == OVER_THREE else link]
+    expected = CELLS[what, link]
     if link == THREADS and what in NOT_OVER_THREADS:
         assert expected == "-"
         return

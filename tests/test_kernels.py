@@ -9,7 +9,7 @@ import pytest
 import strategies as draw
 from backends import BACKENDS, available, host_backend
 from devices import on_host
-from folds import accumulate, measure_chunks, passes_of, totals_of, zero_sums
+from folds import accumulate, measure, passes_of, totals_of, zero_sums
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import (
@@ -30,7 +30,6 @@ from gradengine.errors import LayoutMismatch
 from gradengine.kernels import CHUNK, Arena, Contribution, SlotSet, launch
 from gradengine.kernels.decision import sum_in_order
 from gradengine.kernels.host import ROUND, WIDEN, HostKernels
-from gradengine.kernels.host_sums import squared_sum
 from gradengine.kernels.operands import ADDRESS
 
 NAN, INF = math.nan, math.inf
@@ -64,6 +63,14 @@ def test_what_follows_runs_on(name):
 
 def test_the_host_converts_each_dtype_of_the_table():
     assert {*WIDEN} == {*ROUND, "float32"} == {*DTYPES}
+
+
+def squared_sum(values):
+    """The host's squared sum of one array."""
+    kernels = HostKernels(1)
+    arena = kernels.arena([kernels.device.view(values, "w")])
+    kernels.measure(arena)
+    return float(kernels.totals(arena)[0])
 
 
 class TestAccumulate:
@@ -184,7 +191,7 @@ class TestLongChunks:
     def test_a_component_that_begins_with_zeros_forgets_its_nan(self, device):
         """Its first micro-batch gave none; the window before left a NaN."""
         target, sums = device.buffer(np.full(9, NAN, np.float32)), device.kernels.partial_sums([9])
-        measure_chunks(device.kernels, [target], sums, sums.chunks([0]))
+        measure(device.kernels, [target], sums, [0])
         zero_sums(device.kernels, sums, [0])
         assert (totals_of(device.kernels, sums), sums.non_finite.get()) == ([0], [0])
 
@@ -363,19 +370,10 @@ class TestSquaredSums:
     def test_only_the_targets_asked_for(self, backend):
         sums = backend.kernels.partial_sums([2 * backend.chunk + 1, 5, 0])
         buffers = [backend.buffer(np.ones(size, np.float32)) for size in sums.sizes]
-        measure_chunks(backend.kernels, buffers, sums, sums.chunks([1, 2]))
+        measure(backend.kernels, buffers, sums, [1, 2])
         totals = totals_of(backend.kernels, sums)
         assert np.isnan(totals[0])  # unmeasured is not finite
         assert totals[1:].tolist() == [5, 0]
-
-    def test_the_host_measures_only_the_chunks_asked_for(self):
-        backend = available("host")
-        sums = backend.kernels.partial_sums([2 * CHUNK + 1, 5])
-        buffers = [backend.buffer(np.ones(size, np.float32)) for size in sums.sizes]
-        measure_chunks(backend.kernels, buffers, sums, [sums.chunks([0])[2]])
-        assert sums.values[2] == 1
-        assert np.isnan(np.delete(sums.values, 2)).all()
-        assert np.isnan(totals_of(backend.kernels, sums)).all()
 
     @pytest.mark.parametrize("sizes", [(), (5,), (5, 7), (7, 5), (5, 7, 1)])
     def test_an_arena_has_those_of_its_own_targets(self, backend, sizes):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from devices import on_host
-from folds import accumulate, arena_of, finalise, measure_chunks, status_of, totals_of
+from folds import accumulate, arena_of, finalise, measure, status_of, totals_of
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import fold_of, measured, numbers, sums_of
@@ -168,7 +168,7 @@ class TestFinalise:
 
     def test_what_nobody_measured_can_never_pass(self, backend):
         sums = backend.kernels.partial_sums([3, 3])
-        measure_chunks(backend.kernels, [backend.buffer(np.ones(3, np.float32))] * 2, sums, sums.chunks([0]))
+        measure(backend.kernels, [backend.buffer(np.ones(3, np.float32))] * 2, sums, [0])
         for zero_if_bad in (False, True):
             plan = ClipPlan((0, 0), (1.0,))
             decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=zero_if_bad)
@@ -279,7 +279,7 @@ class TestVerdict:
             array = np.full(9, 4, np.float32)
             array[index] = INF
             kept.append((device.buffer(array),))
-            measure_chunks(device.kernels, kept[-1], sums, sums.chunks([0]))
+            measure(device.kernels, kept[-1], sums, [0])
             decision = finalise(device.kernels, kept[-1], sums, plan, 2.0, zero_if_bad=False)
             assert status_of(decision).bad_index == index
             device.kernels.hand_back(arena_of(device.kernels, kept[-1], sums, is_ours=is_ours), decision, plan)

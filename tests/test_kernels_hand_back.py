@@ -8,7 +8,7 @@ import pytest
 import strategies as draw
 from backends import available
 from devices import nothing_is_launched
-from folds import accumulate, finalise, hand_back, measure_chunks, totals_of, zero_sums
+from folds import accumulate, finalise, hand_back, measure, totals_of, zero_sums
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import (
@@ -269,8 +269,8 @@ class TestMemory:
             kernels.scale([one], np.float32(1), [one])
             accumulate(kernels, [], [], sums)
             accumulate(kernels, [empty], [fold_of(0, True, [empty], [1])], of_one)
-            measure_chunks(kernels, [], sums, [])
-            measure_chunks(kernels, [empty], of_one, of_one.chunks([0]))
+            measure(kernels, [], sums, [])
+            measure(kernels, [empty], of_one, [0])
             zero_sums(kernels, of_one, [0])
         assert totals_of(kernels, sums).tolist() == []
         assert totals_of(kernels, kernels.partial_sums([0, 0])).tolist() == [0, 0]

@@ -12,7 +12,7 @@ import pytest
 import strategies as draw
 from backends import ORDERS
 from devices import churned, launched, on_host, operations_of, synchronize
-from folds import Fold, accumulate, finalise, hand_back, measure_chunks, totals_of
+from folds import Fold, accumulate, finalise, hand_back, measure, totals_of
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import everything, fold_of, numbers, sums_of
@@ -44,7 +44,7 @@ class TestQueue:
     def step(self, kernels, targets, views, sums):
         """A window of four micro-batches, and one measured by a pass of its own."""
         accumulate(kernels, targets, [fold_of(p, True, view, [1, 2, 3, 4]) for p, view in enumerate(views)], sums)
-        measure_chunks(kernels, targets, sums, sums.chunks(range(len(targets))))
+        measure(kernels, targets, sums, range(len(targets)))
         plan = ClipPlan((0,) * len(targets), (1.0,))
         decision = finalise(kernels, targets, sums, plan, 3.0, zero_if_bad=True)
         hand_back(kernels, targets, decision, plan.groups, [view[0] for view in views])
@@ -102,7 +102,7 @@ class TestQueue:
         buffers = [whole.part(4 * p, 4 * p + 1) for p in range(count)]
         sums = emulated.kernels.partial_sums([1] * count)
         with cuda_emulator.recorded() as record:
-            measure_chunks(emulated.kernels, buffers, sums, sums.chunks(range(count)))
+            measure(emulated.kernels, buffers, sums, range(count))
             emulated.kernels.scale(buffers, np.float32(2), buffers)
         assert record.launches == [f"measure_{expected}", f"hand_back_{expected}"]
         assert totals_of(emulated.kernels, sums).tolist() == [1] * count

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import strategies as draw
 from backends import Backend, device_backend
-from folds import Fold, accumulate, finalise, hand_back, measure_chunks, status_of, zero_sums
+from folds import Fold, accumulate, finalise, hand_back, measure, status_of, zero_sums
 
 from gradengine.errors import DeviceFailed
 from gradengine.kernels import ClipPlan, CudaKernels, launch, toolchain
@@ -92,7 +92,7 @@ def measures(backend: Backend) -> None:
     arrays[2][[0, 20]] = -INF
     sums = kernels.partial_sums(SIZES)
     buffers = [backend.buffer_at(array, p % 8 + 1 if p in {2, 3} else 0) for p, array in enumerate(arrays)]
-    measure_chunks(kernels, buffers, sums, sums.chunks(range(len(SIZES))))
+    measure(kernels, buffers, sums, range(len(SIZES)))
     assert_sums(sums, arrays)
 
 
@@ -176,7 +176,7 @@ def scales_by_group(backend: Backend) -> None:
     arrays, plan = [np.full(40, 2, np.float32), np.full(30, 5, np.float32)], ClipPlan((1, 0), (3.0, 1.0))
     buffers = [backend.buffer(array) for array in arrays]
     sums = backend.kernels.partial_sums([40, 30])
-    measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 1]))
+    measure(backend.kernels, buffers, sums, [0, 1])
     decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
     hand_back(backend.kernels, buffers, decision, plan.groups, buffers)
     factors = [np.float32(bound / np.sqrt(size) / value) for bound, size, value in ((1.0, 40, 2), (3.0, 30, 5))]
@@ -203,7 +203,7 @@ def skips(backend: Backend) -> None:
     arrays = [np.full(size, NAN, np.float32) for size in (40, 4096)]
     sums, plan = backend.kernels.partial_sums([40, 4096]), ClipPlan((0, 1), (INF, INF))
     buffers = [backend.buffer_at(array, 1) for array in arrays]
-    measure_chunks(backend.kernels, buffers, sums, sums.chunks([0, 1]))
+    measure(backend.kernels, buffers, sums, [0, 1])
     decision = finalise(backend.kernels, None, sums, plan, 1.0, zero_if_bad=True)
     hand_back(backend.kernels, buffers, decision, plan.groups, buffers)
     for buffer in buffers:

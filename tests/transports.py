@@ -127,12 +127,12 @@ def tcp_pair():
         return first, listener.accept()[0]
 
 
-def socket_links(world_size, pair=socket.socketpair, count=1, link=SocketLink):
-    """Links over so many connections of each pair of ranks."""
+def socket_links(world_size, pair=socket.socketpair, link=SocketLink):
+    """Links over a connection of each pair of ranks."""
     connections = [{} for _ in range(world_size)]
     for a in range(world_size):
         for b in range(a):
-            connections[a][b], connections[b][a] = zip(*[pair() for _ in range(count)], strict=True)
+            connections[a][b], connections[b][a] = pair()
     return [link(rank, theirs) for rank, theirs in enumerate(connections)]
 
 
@@ -149,7 +149,6 @@ HAS_SHARED_MEMORY = hasattr(os, "memfd_create")
 SOCKET_LINKS = {
     "unix": socket_links,
     "tcp": functools.partial(socket_links, pair=tcp_pair),
-    "tcp, 3 connections": functools.partial(socket_links, pair=tcp_pair, count=3),
 }
 if HAS_SHARED_MEMORY:
     SOCKET_LINKS["shared memory"] = functools.partial(socket_links, link=SharedMemoryLink)

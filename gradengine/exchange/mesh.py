@@ -53,7 +53,7 @@ from gradengine.exchange.handshake import (
     refuse_other_job,
     refuse_other_proof,
 )
-from gradengine.exchange.interface import GROUP_BYTES, checked_seconds
+from gradengine.exchange.interface import GROUP_BYTES
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -139,7 +139,18 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
-        """Connect this rank with all others, or the server, and return its link; call it once. Raises as `mesh`."""
+        """Connect this rank with all others, or the server, and return its link; call it once.
+
+        Args:
+            timeout: Seconds for all of this.
+            clock: The clock of all seconds here.
+
+        Raises:
+            HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other;
+                or TLS fails between them.
+            PeerLost: Not all ranks joined in time; the error names the missing ones.
+            ProtocolError: The process that answers at the address is not a rank.
+        """
         joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link, self._tls)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
@@ -151,45 +162,6 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         """Stop listening; may be called twice."""
         if self._listener is not None:
             self._listener.close()
-
-
-def mesh(
-    at: Listener | Address,
-    rank: int,
-    world_size: int,
-    *,
-    token: str | None = None,
-    job: str = "",
-    timeout: float,
-    clock: Callable[[], float] = time.monotonic,
-    link: str | None = None,
-    tls: Certificates | None = None,
-) -> SocketLink:
-    """A link over a connection with each other rank; returns when this rank is connected with all of them.
-
-    Args:
-        at: On rank 0 its listener, which is closed at the end; on the others rank 0's address.
-        rank: This rank.
-        world_size: Ranks in the group.
-        token: The group's secret.
-        job: The job's name.
-        timeout: Seconds for all of this.
-        clock: The clock of all seconds here.
-        link: As for `Meeting`, like tls.
-
-    Raises:
-        CallerError: An argument is out of range.
-        HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other; or
-            TLS fails between them.
-        PeerLost: Not all ranks joined in time; the error names the missing ones.
-        ProtocolError: The process that answers at the address is not a rank.
-    """
-    rank, world_size = checked_rank(rank, world_size)
-    refuse_bad_token(token)
-    refuse_bad_job(job)
-    refuse_other_link(link, at.address if isinstance(at, Listener) else at)
-    joining = _Joining(rank, world_size, token, job, checked_seconds("timeout", timeout), clock, link, tls)
-    return joining.link(partial(joining.host, at) if isinstance(at, Listener) else partial(joining.join, at))
 
 
 def link_to_ranks(
@@ -218,7 +190,7 @@ def link_to_ranks(
         tls: As for `Meeting`.
 
     Raises:
-        PeerLost: As `mesh`; or the server ends.
+        PeerLost: As `Meeting.link`; or the server ends.
         HandshakeRefused: A rank with the token has another world size.
     """
     joining = _Joining(world_size, world_size, token, job, timeout, clock, tls=tls)
@@ -274,7 +246,7 @@ class _Joining:
             self._warn_in_plain()
             kind = SharedMemoryLink if self._link == "shared_memory" else SocketLink
             hub = self._world_size if self._is_server or self._world_size in self.lines else None
-            return kind(self._rank, {peer: [line.socket] for peer, line in self.lines.items()}, hub=hub)
+            return kind(self._rank, {peer: line.socket for peer, line in self.lines.items()}, hub=hub)
         except BaseException:
             for line in self.lines.values():
                 line.socket.close()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels.arena import Arena, Chunk, PartialSums
+from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.interface import Kernels
@@ -107,10 +107,6 @@ class CudaKernels(Kernels):
         where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
         with arena.in_order():
             self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(arena)), where)
-
-    def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        """See `Kernels.measure_chunks`; one launch, whole buffers."""
-        self.measure(arena, sorted({position for position, *_ in chunks}))
 
     def totals(self, arena: Arena) -> Float64:
         """See `Kernels.totals`; waits for the device."""

@@ -139,7 +139,8 @@ class HostKernels(Kernels):
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         if positions is not None:
-            self.measure_chunks(arena, arena.partials.chunks(positions))
+            chunks = arena.partials.chunks(positions)
+            self._measure(arena, chunks, pieces_of(chunks))
         elif arena.memory is None:
             partials = _on_host(arena)
             self._measure(arena, partials.all_chunks, partials.pieces)
@@ -147,9 +148,6 @@ class HostKernels(Kernels):
             prepared = _prepared(arena, arena.whole)
             self._run(_measure_piece, prepared.measured_pieces, prepared.shared_to_measure)
             self._add_up(arena, prepared.chunks, prepared.indices)
-
-    def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        self._measure(arena, chunks, pieces_of(chunks))
 
     def _measure(self, arena: Arena, chunks: Sequence[Chunk], pieces: Sequence[Sequence[Chunk]]) -> None:
         targets, products, vecdot = arena.targets, _on_host(arena).sums.products, np.vecdot

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer
-from gradengine.arrays.host import host_buffers
+from gradengine.arrays.host import host_buffer
 from gradengine.arrays.shared import shared_array
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
@@ -44,7 +44,7 @@ class HostDevice(Device):
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Device.views`; host memory only."""
-        return host_buffers(sources, components)
+        return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
         """Do nothing: host memory is ready."""

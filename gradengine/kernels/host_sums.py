@@ -20,18 +20,6 @@ _FEW = 8  # chunks, that are added one by one in less time than together
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 
 
-def squared_sum(values: Values) -> float:
-    """The sum of squares of fp32 values, within 1e-6 relative for any magnitudes; NaN or Inf if a value is."""
-    if not values.size:
-        return 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        whole = values.size - values.size % _ROW
-        rows, rest = values[:whole].reshape(-1, _ROW), values[whole:]
-        products = [*np.vecdot(rows, rows), *([rest.dot(rest)] if rest.size else [])] if whole else [rest.dot(rest)]
-        total = _added(np.array(products, np.float32))
-    return total if _SAFE_MEAN_SQUARE * values.size <= total < math.inf else sum_in_fp64(values)
-
-
 @final
 class ChunkSums:
     """The squared sums of chunks of these sizes, none empty: a call or two of BLAS for each, to a place of its own.
@@ -90,7 +78,7 @@ class ChunkSums:
         else:
             for position in several.tolist():
                 start, stop = self._starts[numbers[position]], self._starts[numbers[position] + 1]
-                totals[position] = _added(self._products[start:stop])
+                totals[position] = np.add.reduce(self._products[start:stop].astype(np.float64))
         return totals
 
     def _together(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
@@ -100,10 +88,6 @@ class ChunkSums:
         products = np.append(self._products[first : bounds.max()], np.float32(0)).astype(np.float64)
         wanted: npt.NDArray[np.float64] = np.add.reduceat(products, bounds - first)[::2]
         return wanted
-
-
-def _added(products: Values) -> float:
-    return float(np.add.reduce(products.astype(np.float64)))
 
 
 def sum_in_fp64(values: Values) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels.arena import Arena, Chunk, PartialSums
+from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64
 from gradengine.kernels.device import Device
 from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
@@ -57,10 +57,6 @@ class Kernels(ABC):
     @abstractmethod
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """Measure the squared sums of all targets, or of those at these positions."""
-
-    @abstractmethod
-    def measure_chunks(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        """Measure the squared sums of at least these chunks, whose targets are complete."""
 
     @abstractmethod
     def totals(self, arena: Arena) -> Float64:

@@ -140,7 +140,7 @@ class Duplex(Reduction):
         if kind is SharedMemoryLink:  # as the arenas of engines, which are lent and copied to
             self._mine, self.arena = shared_array(elements), shared_array(elements)
             np.copyto(self._mine, contribution(rank, elements))
-        self._link = kind(rank, {1 - rank: sockets_of(address, 2, rank)})
+        self._link = kind(rank, {1 - rank: sockets_of(address, 2, rank)[0]})
 
     def run(self) -> None:
         """Send and receive at once."""

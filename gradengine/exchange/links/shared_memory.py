@@ -43,20 +43,18 @@ class SharedMemoryLink(SocketLink):
         connections: For each other rank one connected Unix socket; closed with the link.
 
     Raises:
-        CallerError: A rank has another number of connections, or one of another kind.
+        CallerError: A connection is not a Unix socket.
         DeviceUnavailable: This system has no shared memory of this kind.
     """
 
     reads_in_place = True
     _most_tag = (1 << 24) - 1
 
-    def __init__(
-        self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
         refuse_without_shared_memory()
-        kinds = [[each.family.name for each in theirs] for theirs in connections.values()]
-        if kinds != [["AF_UNIX"]] * len(connections):
-            raise CallerError("shared memory needs one Unix socket with each other rank", got=kinds, do="use unix://")
+        kinds = {each.family.name for each in connections.values()}
+        if kinds - {"AF_UNIX"}:
+            raise CallerError("shared memory needs a Unix socket with each other rank", got=kinds, do="use unix://")
         self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # by rank and tag, until it is released
         self._borrowed: dict[tuple[int, int], Memory] = {}
         self._copied: set[Completion] = set()  # what says so, until it is sent
@@ -64,7 +62,7 @@ class SharedMemoryLink(SocketLink):
         self._mapped: dict[int, Memory] = {}  # of each rank
         self._left: set[int] = set()  # ranks that were gone when their memory had been read
         self._ends = {peer: select.poll() for peer in connections}
-        for peer, (connection,) in connections.items():
+        for peer, connection in connections.items():
             self._ends[peer].register(connection, select.POLLRDHUP)
         super().__init__(rank, connections, hub=hub)
         self.name = "shared_memory"
@@ -154,7 +152,7 @@ class SharedMemoryLink(SocketLink):
 
     def _receive_farewell(self, peer: int) -> None:
         """Receive all that a rank that has left had sent: its last message says why it left."""
-        (connection,) = self._connections[peer]
+        connection = self._connections[peer]
         connection.held = None
         while not connection.has_ended:
             self._move(connection)

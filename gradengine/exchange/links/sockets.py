@@ -42,26 +42,23 @@ _discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what
 class SocketLink(Link):
     """One rank's transfers over connected sockets, whose other ends have proved which ranks they are.
 
-    Transfers to one rank are made in the order in which they were begun. If there are several connections with a rank,
-    each tag belongs to one: then transfers with different tags may overtake each other. A forked child closes all of
-    them. A message has less than 4 GiB.
+    Transfers to one rank are made in the order in which they were begun. A forked child closes all connections. A
+    message has less than 4 GiB.
 
     Args:
         rank: This rank.
-        connections: For each other rank its connections, in the same order on both sides; closed with the link.
+        connections: For each other rank the connection with it; closed with the link.
         hub: See `Link`: then a rank's connection is with the server alone, and the server's are with all ranks.
     """
 
     bell: _SocketBell
     _most_tag = _FAREWELL
 
-    def __init__(
-        self, rank: int, connections: Mapping[int, Sequence[socket.socket]], *, hub: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
         self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
-        families = {each.family for theirs in connections.values() for each in theirs}
+        families = {each.family for each in connections.values()}
         self.name = "unix" if families == {socket.AF_UNIX} else "tcp"
-        self._connections = {peer: [Connection(peer, each) for each in theirs] for peer, theirs in connections.items()}
+        self._connections = {peer: Connection(peer, each) for peer, each in connections.items()}
         self._open: dict[Completion, Memory] = {}
         self._over: list[Completion] = []
         self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
@@ -70,10 +67,9 @@ class SocketLink(Link):
         self._unheld: list[Connection] = []  # to be read though nothing rings the bell for them
         self._lock = threading.Lock()  # while sockets and memory are used
         self.bell = _SocketBell(self._lock)
-        for theirs in self._connections.values():
-            for connection in theirs:
-                self._watch(connection)
-                self._read_on(connection)
+        for connection in self._connections.values():
+            self._watch(connection)
+            self._read_on(connection)
         _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -86,7 +82,7 @@ class SocketLink(Link):
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         with self._lock:
             self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
-            connection = self._connection(peer, tag)
+            connection = self._connections[peer]
             if connection.held is not None:  # if it is empty, nothing more comes by which the bell would be rung
                 connection.held = None
                 self._unheld.append(connection)
@@ -103,26 +99,22 @@ class SocketLink(Link):
             return over
 
     def held(self) -> list[int]:
-        connections = [connection for theirs in self._connections.values() for connection in theirs]
-        return [connection.held for connection in connections if connection.held is not None]
+        return [each.held for each in self._connections.values() if each.held is not None]
 
     def lose_vanished(self) -> None:
-        for peer, theirs in [*self._connections.items()]:
-            if any(has_vanished(each.socket) for each in theirs):
+        for peer, connection in [*self._connections.items()]:
+            if has_vanished(connection.socket):
                 self._vanished.add(peer)
                 self.bell.ring()
 
     def gone(self) -> list[int]:
         """The ranks that have closed their links, or whose connections are lost."""
-        return [peer for peer, theirs in self._connections.items() if all(each.has_ended for each in theirs)]
+        return [peer for peer, each in self._connections.items() if each.has_ended]
 
     def traffic(self) -> list[tuple[int, str, int, int]]:
         """For each rank its number, its address, and the bytes that were received from it and sent to it."""
-        found = []
-        for peer, theirs in sorted(self._connections.items()):
-            sums = sum(each.received for each in theirs), sum(each.sent for each in theirs)
-            found.append((peer, origin(theirs[0].socket), *sums))
-        return found
+        ordered = sorted(self._connections.items())
+        return [(peer, origin(each.socket), each.received, each.sent) for peer, each in ordered]
 
     def refuse_unsaid(self) -> None:
         """Raise `PeerLost` for a rank that is gone and has not said so, or that left for one which it had lost."""
@@ -136,9 +128,8 @@ class SocketLink(Link):
     def close(self) -> None:
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
-            for theirs in self._connections.values():
-                for connection in theirs:
-                    self._leave(connection)
+            for connection in self._connections.values():
+                self._leave(connection)
             if self._connections:
                 self.unwritten = self._not_begun()
             self._connections = {}
@@ -146,10 +137,6 @@ class SocketLink(Link):
             self.bell.close()
 
     # ---- inside ----
-
-    def _connection(self, peer: int, tag: int) -> Connection:
-        theirs = self._connections[peer]
-        return theirs[tag // 2 % len(theirs)]  # the lowest bit of a sum's tag is the step's
 
     def _begin(self, transfer: Completion, memory: Memory) -> None:
         self._refuse_closed()
@@ -160,7 +147,7 @@ class SocketLink(Link):
     def _queue(self, transfer: Completion, memory: Memory, *, at_once: bool = False) -> None:
         self._begin(transfer, memory)
         if transfer.peer not in self._faults:
-            connection = self._connection(transfer.peer, transfer.tag)
+            connection = self._connections[transfer.peer]
             connection.outgoing.append(transfer)
             (self._push if at_once else self._watch)(connection)
 
@@ -188,8 +175,8 @@ class SocketLink(Link):
 
     def _is_missed(self, transfer: Completion) -> bool:
         """Whether a transfer will never be over; asked once all that the rank had sent before was received."""
-        kind, peer, tag = transfer
-        return peer in self._faults and (kind is Completed.SENT or self._connection(peer, tag).has_ended)
+        kind, peer, _ = transfer
+        return peer in self._faults and (kind is Completed.SENT or self._connections[peer].has_ended)
 
     def _watch(self, connection: Connection) -> None:
         """Let the bell ring when the connection can be read or written."""
@@ -198,7 +185,7 @@ class SocketLink(Link):
 
     def _not_begun(self) -> list[Completion]:
         """The open receives whose payload has not begun to arrive."""
-        begun = [each.receiving for theirs in self._connections.values() for each in theirs]
+        begun = [each.receiving for each in self._connections.values()]
         return [each for each in self._open if each.kind is Completed.RECEIVED and each not in begun]
 
     def _move_until_over(self) -> None:
@@ -316,14 +303,13 @@ class SocketLink(Link):
             what = f"{self.named(peer)} is gone: the connection with it is lost ({reason_of(fault)})"
             fault = PeerLost(what, do="reconnect on all ranks")
         self._faults.setdefault(peer, fault)
-        for connection in self._connections[peer]:
-            connection.outgoing.clear()
-            self._watch(connection)
+        connection = self._connections[peer]
+        connection.outgoing.clear()
+        self._watch(connection)
 
     def _end_vanished(self) -> None:
         for peer in self._vanished & {*self._connections}:
-            for connection in self._connections[peer]:
-                connection.has_ended = True
+            self._connections[peer].has_ended = True
             what = f"{self.named(peer)} is gone: its machine has answered nothing for {VANISHED_SECONDS:g} s"
             self._fail(peer, PeerLost(what, do="reconnect on all ranks"))
 
