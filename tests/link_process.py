@@ -218,7 +218,7 @@ def grid():
     def work(workers, parts):
         config = TensorParallelConfig(parts.rank, 2, 16, 24, 4, 4)
         layout = GradientLayout.transformer(2, 16, 16, 24, 12, tensor_parallel=config)
-        engine = GradientEngine(layout, exchange=workers, tp_exchange=parts, replicated="sum", max_norm=1.0)
+        engine = GradientEngine(layout, exchange=workers, tp_exchange=parts, max_norm=1.0)
         found = []
         for step in range(3):
             engine.add(gradients_of(layout, step, workers.rank, parts.rank))

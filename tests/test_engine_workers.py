@@ -234,13 +234,12 @@ class TestDisagreement:
 
         assert on_ranks(work, 2) == [(5.0, [True, True])] * 2
 
-    @pytest.mark.parametrize("replicated", ["same", "sum", "average"])
-    def test_in_a_grid_the_norm_is_that_of_the_model_of_those_that_have_something(self, replicated):
+    def test_in_a_grid_the_norm_is_that_of_the_model_of_those_that_have_something(self):
         partitions = {"w": "column", "b": "replicated"}
 
         def work(workers, parts):
             layout = GradientLayout.of({"w": (4,), "b": (2,)}, tp_rank=parts.rank, tp_size=2, partitions=partitions)
-            engine = new_engine(workers, layout, tp_exchange=parts, replicated=replicated, max_norm=1.0)
+            engine = new_engine(workers, layout, tp_exchange=parts, max_norm=1.0)
             if workers.rank == 1:
                 engine.add([np.full(4, 3 + parts.rank, np.float32), np.full(2, 2, np.float32)])
             else:
@@ -249,7 +248,7 @@ class TestDisagreement:
             return result.norm, result.weight, result.micro_batches, bits_of(result)["b"]
 
         (_, (norm, *_, bits)), *_ = grid = on_grid(work, 2, 2)
-        assert norm == pytest.approx(math.sqrt(4 * 9 + 4 * 16 + 2 * (16 if replicated == "sum" else 4)))
+        assert norm == pytest.approx(math.sqrt(4 * 9 + 4 * 16 + 2 * 4))
         assert grid == [[(norm, 1.0, 1, bits)] * 2] * 2
 
 

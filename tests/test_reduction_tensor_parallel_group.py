@@ -14,7 +14,7 @@ from devices import bits_of, number_of, on_host, put_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_grid, on_ranks
-from transports import SOON, Transport, group, on_all, outcomes
+from transports import SOON, Transport, group, outcomes
 
 from gradengine import (
     CallerError,
@@ -30,13 +30,11 @@ from gradengine.errors import HandshakeRefused, PeerLost, ProtocolError, WindowE
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 pytestmark = pytest.mark.timeout(150)
-FORMS = ("same", "sum", "average")
 # Sizes of one rank's part, and whether ranks hold different elements. Empty ones too; two blocks, and others.
 SIZES = {"layers.0.w": 4, "layers.0.norm": 3, "layers.1.w": 5, "none": 0, "cut": 0, "norm": 8}
 CUT = {"layers.0.w": "column", "layers.1.w": "row", "cut": "column"}
 PARTITIONS = {name: CUT.get(name, "replicated") for name in SIZES}
 NAMES = [name for name, size in SIZES.items() if size]
-each_form = pytest.mark.parametrize("form", FORMS)
 
 
 def layout_of(tp_rank, tp_size, **sizes):
@@ -61,21 +59,16 @@ def whole(worker, k, tp_size=2):
     return gradients
 
 
-def part(gradients, t, tp_size=2, form="same"):
-    """What a rank's backward gives: its shards, and of replicated components what the parallel form gives each rank."""
-    return {name: _held(name, array, t, tp_size, form) for name, array in gradients.items()}
+def part(gradients, t, tp_size=2):
+    """What a rank's backward gives: its shards, and replicated components whole."""
+    return {name: _held(name, array, t, tp_size) for name, array in gradients.items()}
 
 
-def _held(name, array, t, tp_size, form):
-    if name in CUT:
-        mine = np.split(array, tp_size)[t].copy()
-        return None if name == "layers.0.w" and t and not mine.any() else mine
-    if form == "same" or tp_size == 1:
+def _held(name, array, t, tp_size):
+    if name not in CUT:
         return array.copy()
-    if form == "average":  # two and two differ as much
-        return array + np.float32((-1) ** t / 8)
-    others = [eighths(np.random.default_rng([7, r]), array.size) for r in range(3)]
-    return others[t] if t < tp_size - 1 else array - sum(others[: tp_size - 1])
+    mine = np.split(array, tp_size)[t].copy()
+    return None if name == "layers.0.w" and t and not mine.any() else mine
 
 
 def merged(parts):
@@ -94,8 +87,8 @@ def figures(result):
     return numbers, result.block_norms, result.component_norms, dict(result.group_norms), result.unused
 
 
-def engine_of(t, tp_exchange=None, exchange=None, form="same", tp_size=2, **options):
-    options = {"exchange": exchange, "tp_exchange": tp_exchange, "replicated": form, "max_norm": 1.0, **options}
+def engine_of(t, tp_exchange=None, exchange=None, tp_size=2, **options):
+    options = {"exchange": exchange, "tp_exchange": tp_exchange, "max_norm": 1.0, **options}
     return GradientEngine(layout_of(t, tp_size), **options)
 
 
@@ -123,9 +116,9 @@ all_options = st.fixed_dictionaries(
 
 
 class TestUnsharded:
-    @given(shapes, st.sampled_from(FORMS), st.sets(st.sampled_from(NAMES), max_size=2), all_options)
+    @given(shapes, st.sets(st.sampled_from(NAMES), max_size=2), all_options)
     @settings(max_examples=40)
-    def test_is_what_parts_find_bit_for_bit(self, shape, form, lacks, options):
+    def test_is_what_parts_find_bit_for_bit(self, shape, lacks, options):
         (dp_size, tp_size), deferred = shape, options.get("groups") == "deferred"
         options = {name: value for name, value in options.items() if value != "deferred"}
 
@@ -142,8 +135,8 @@ class TestUnsharded:
 
         def of_part(exchange, tp_exchange):
             t = tp_exchange.rank
-            exchanges = {"exchange": exchange, "tp_exchange": tp_exchange, "replicated": form}
-            return steps(layout_of(t, tp_size), exchange.rank, lambda g: part(g, t, tp_size, form), **exchanges)
+            exchanges = {"exchange": exchange, "tp_exchange": tp_exchange}
+            return steps(layout_of(t, tp_size), exchange.rank, lambda g: part(g, t, tp_size), **exchanges)
 
         wanted = on_ranks(lambda e: steps(whole_layout(tp_size), e.rank, dict, exchange=e), dp_size)
         for row in on_grid(of_part, dp_size, tp_size):
@@ -151,10 +144,9 @@ class TestUnsharded:
                 assert [rank[step][0] for rank in row] == [numbers] * tp_size
                 assert merged([rank[step][1] for rank in row]) == bits
 
-    @each_form
-    def test_is_what_parts_find_on_a_device(self, device, form):
+    def test_is_what_parts_find_on_a_device(self, device):
         def step(held, exchange=None, tp_size=2):
-            engine = engine_of(exchange.rank if exchange else 0, exchange, None, form, tp_size, device=device.kernels)
+            engine = engine_of(exchange.rank if exchange else 0, exchange, None, tp_size, device=device.kernels)
             engine.add(put_all(device, held))
             result = engine.step()
             return (number_of(result.norm), number_of(result.factor)), bits_of(result)
@@ -162,40 +154,11 @@ class TestUnsharded:
         unsharded = GradientEngine(whole_layout(2), max_norm=1.0)
         unsharded.add(whole(0, 0))
         wanted = unsharded.step()
-        found = on_ranks(lambda e: step(part(whole(0, 0), e.rank, form=form), e), 2)
+        found = on_ranks(lambda e: step(part(whole(0, 0), e.rank), e), 2)
         assert [numbers for numbers, _ in found] == [pytest.approx((wanted.norm, float(wanted.factor)), rel=1e-6)] * 2
         clipped = (np.frombuffer(bits, np.float32) for bits in merged([bits for _, bits in found]).values())
         for got, expected in zip(clipped, wanted.gradients.values(), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-    def test_mean_of_three_copies_has_one_rounding(self):
-        values = [np.array([value], np.float32) for value in (0.1, 0.2, 0.4)]
-
-        def work(exchange):
-            layout = GradientLayout.of({"w": (1,)}, tp_rank=exchange.rank, tp_size=3, partitions={"w": "replicated"})
-            engine = GradientEngine(layout, tp_exchange=exchange, replicated="average")
-            engine.add({"w": values[exchange.rank]})
-            return engine.step().gradients["w"].tobytes()
-
-        expected = (values[0] + values[1] + values[2]) * np.float32(1 / 3)
-        assert on_ranks(work, 3) == [expected.tobytes()] * 3
-
-    def test_sums_are_made_in_memory_for_what_travels_alone_with_nothing_in_its_padding(self, monkeypatch):
-        accumulator, made = PerBlockGradientAccumulator(layout_of(0, 2)), []
-        device = accumulator.kernels.device
-        allocate = device.allocate
-
-        def poisoned(size):
-            made.append(allocate(size))
-            made[-1].data[:] = math.nan
-            return made[-1]
-
-        monkeypatch.setattr(device, "allocate", poisoned)
-        TensorParallelGroup(accumulator, "same")
-        assert made == []
-        assert not TensorParallelGroup(accumulator, "sum")._replicas.in_parts.any()
-        [buffer] = made
-        assert buffer.data.size <= 3 * 32
 
 
 all_places = st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1))
@@ -209,17 +172,17 @@ UNREADABLE += [["norm", *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1
 
 
 class TestNonFinite:
-    @given(all_places, st.sampled_from(FORMS), st.sampled_from(["raise", "skip", "pass"]), all_poisons)
+    @given(all_places, st.sampled_from(["raise", "skip", "pass"]), all_poisons)
     @settings(max_examples=40)
-    def test_is_found_by_all_alike_and_the_next_step_is_good(self, places, form, policy, poisons):
+    def test_is_found_by_all_alike_and_the_next_step_is_good(self, places, policy, poisons):
         """Of what both parts of a worker found the first in the layout is named, with worker and part."""
         dp_size, bad_worker = places[0], places[1] % places[0]
         poisons = {name: (*bad, (places[2] + i) % 2) for i, (name, bad) in enumerate(poisons.items())}
 
         def work(exchange, tp_exchange):
             d, t = exchange.rank, tp_exchange.rank
-            engine = engine_of(t, tp_exchange, exchange, form, on_non_finite=policy)
-            bad, good = (part(whole(d, k), t, form=form) for k in (0, 1))
+            engine = engine_of(t, tp_exchange, exchange, on_non_finite=policy)
+            bad, good = (part(whole(d, k), t) for k in (0, 1))
             for name, (index, value, bad_part) in poisons.items():
                 if (bad_worker, bad_part) == (d, t):
                     bad[name] = np.zeros(SIZES[name], np.float32) if bad[name] is None else bad[name]
@@ -255,23 +218,10 @@ class TestNonFinite:
             for _, norms, _ in rows:
                 assert {n: norms[i] for i, n in enumerate(SIZES) if n in finite} == pytest.approx(expected, rel=1e-6)
 
-    def test_sum_of_finite_replicas_is_found_too(self):
-        def work(exchange):
-            engine = engine_of(exchange.rank, exchange, form="sum")
-            mine = part(whole(0, 0), exchange.rank)
-            mine["norm"][7] = 3e38
-            engine.add(mine)
-            for _ in range(2 if exchange.rank == 0 else 1):
-                with pytest.raises(NonFiniteGradient) as caught:
-                    engine.step()
-            return caught.value.component, caught.value.index, caught.value.value
-
-        assert on_ranks(work, 2) == [("norm", 7, math.inf)] * 2
-
     @pytest.mark.parametrize("found", UNREADABLE, ids=range(len(UNREADABLE)))
     def test_finding_of_another_rank_is_read_with_care(self, found):
         told = msgpack.packb(["finding in step 3", found])
-        group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(0, 2)), "same")
+        group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(0, 2)))
         group.group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, told])
         group.group.is_alone = False
         with pytest.raises(ProtocolError, match="rank 1"):
@@ -286,21 +236,19 @@ class TestRefused:
             *(({"share": share}, ExchangeError, "'norm'") for share in (1.001, 1e-6, 0)),
             *(({"weights": weights}, ExchangeError, "window") for weights in ([2], [1] * 8, [1] * 8 + [2])),
             ({"max_norm": 2.0}, ExchangeError, "max_norm"),
-            ({"replicated": "sum"}, HandshakeRefused, "replicated=sum"),
             ({"sizes": {"layers.0.w": 6}}, HandshakeRefused, "layers.0.w"),
             ({"partitions": {**PARTITIONS, "norm": "column"}}, HandshakeRefused, "norm"),
         ],
     )
     def test_another_part_is_named_on_all_ranks(self, of_rank_1, kind, word):
         given = {"factor": 1, "share": 1, "weights": [1] * 9 if word == "window" else [1], "max_norm": 1.0}
-        given |= {"replicated": "same", "sizes": {}, "partitions": PARTITIONS}
+        given |= {"sizes": {}, "partitions": PARTITIONS}
 
         def work(exchange):
             it = types.SimpleNamespace(**given | (of_rank_1 if exchange.rank else {}))
             shapes = {name: (size,) for name, size in {**SIZES, **it.sizes}.items()}
             layout = GradientLayout.of(shapes, tp_rank=exchange.rank, tp_size=2, partitions=it.partitions)
-            options = {"max_norm": it.max_norm, "replicated": it.replicated}
-            engine = GradientEngine(layout, tp_exchange=exchange, **options)
+            engine = GradientEngine(layout, tp_exchange=exchange, max_norm=it.max_norm)
             gradients = part(whole(0, 0), exchange.rank)
             gradients["layers.0.norm"] *= np.float32(it.factor)
             gradients["norm"] *= np.float32(1e-3 * it.share)
@@ -325,14 +273,13 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("of_worker_1", "kind", "word"),
         [
-            ({"form": "average"}, ExchangeError, "tensor-parallel group"),
             ({"tp_exchange": None}, ExchangeError, "tensor-parallel group"),
             ({"crossed": True}, HandshakeRefused, "tp_rank"),
         ],
     )
     def test_another_worker_is_named_on_the_whole_grid(self, of_worker_1, kind, word):
         def work(exchange, tp_exchange):
-            given = {"form": "same", "tp_exchange": tp_exchange, **(of_worker_1 if exchange.rank else {})}
+            given = {"tp_exchange": tp_exchange, **(of_worker_1 if exchange.rank else {})}
             t = (tp_exchange.rank + given.pop("crossed", False)) % 2
             if kind is HandshakeRefused:
                 given["tp_exchange"] = None
@@ -345,7 +292,6 @@ class TestRefused:
     def test_callers_mistakes(self):
         pair, four = local_group(2), local_group(4)
         for options in (
-            *({"form": form} for form in ("mean", None)),
             {"exchange": pair[0], "tp_exchange": pair[0]},
             {"tp_exchange": pair[1]},
             {"tp_exchange": four[0]},
@@ -355,16 +301,6 @@ class TestRefused:
         ):
             with pytest.raises(CallerError):
                 engine_of(0, **options)
-
-    @each_form
-    def test_replicas_are_not_touched_where_workers_alone_sum(self, form):
-        def work(exchange):
-            engine = engine_of(1, None, exchange, form, max_norm=None)
-            engine.add(part(whole(exchange.rank, 0), 1))
-            return bits_of(engine.step())["norm"]
-
-        expected = (whole(0, 0)["norm"] + whole(1, 0)["norm"]) / 2
-        assert on_ranks(work, 2) == [expected.tobytes()] * 2
 
     def test_step_with_parts_is_not_captured(self, device):
         def work(exchange):
@@ -418,11 +354,11 @@ def spare_groups():
 WAYS = ["dropped", "kept", "raise", "skip", "unheard"]
 
 
-@each_form
 class TestRunAgain:
-    @pytest.mark.parametrize("call", ["wait", "gather"])
-    @pytest.mark.parametrize("which", ["exchange", "tp_exchange"])
-    def test_a_step_that_lost_either_group_gives_the_bytes_of_an_undisturbed_one(self, form, call, which):
+    @pytest.mark.parametrize(
+        ("which", "call"), [("exchange", "wait"), ("exchange", "gather"), ("tp_exchange", "gather")]
+    )
+    def test_a_step_that_lost_either_group_gives_the_bytes_of_an_undisturbed_one(self, which, call):
         """On rank (1, 1) of the grid, in the sum or in the agreement; all who noticed reconnect and step again."""
         told = []
 
@@ -435,16 +371,16 @@ class TestRunAgain:
                 spare = spare_columns[t][d] if which == "exchange" else spare_rows[d][t]
                 if is_disturbed and (d, t) == (1, 1):
                     given[which] = Faulty(given[which], call)
-                engine, failures = engine_of(t, form=form, **given), 0
+                engine, failures = engine_of(t, **given), 0
                 for step in range(2):
-                    engine.add(part(whole(d, step), t, form=form))
+                    engine.add(part(whole(d, step), t))
                     try:
                         result = engine.step()
                     except PeerLost as lost:
                         failures += 1
                         told.append("tensor-parallel group" in str(lost))
                         with pytest.raises(WindowError):
-                            engine.add(part(whole(d, step), t, form=form))
+                            engine.add(part(whole(d, step), t))
                         given[which].close()
                         engine.reconnect(**{"exchange": None, which: spare})
                         result = engine.step()
@@ -454,12 +390,11 @@ class TestRunAgain:
 
         calm, disturbed = work_with(is_disturbed=False), work_with(is_disturbed=True)
         assert {*told} <= {which == "tp_exchange"}
-        nothing_travels = (form, call, which) == ("same", "wait", "tp_exchange")  # no sum to wait for
-        assert disturbed[-1][0] == (not nothing_travels)
+        assert disturbed[-1][0] == 1
         assert [rest for _, *rest in disturbed] == [rest for _, *rest in calm]
 
     @pytest.mark.parametrize("way", WAYS)
-    def test_both_groups_may_be_joined_anew_and_serve_the_next_window(self, form, way):
+    def test_both_groups_may_be_joined_anew_and_serve_the_next_window(self, way):
         """As after the death of a process each rank closes both; or drops its window first, and then begins another."""
         columns, rows, is_bad = spare_groups(), spare_groups(), way in WAYS[2:]
 
@@ -472,11 +407,11 @@ class TestRunAgain:
                 tp_exchange = Faulty(tp_exchange, "gather", count=2)
             else:
                 exchange = Faulty(exchange, "gather")
-            engine = engine_of(t, tp_exchange, exchange, form, on_non_finite="skip" if way == "skip" else "raise")
-            good = [part(whole(d, k), t, form=form) for k in (0, 1)]
-            bad = part(whole(d, 7), t, form=form)
+            engine = engine_of(t, tp_exchange, exchange, on_non_finite="skip" if way == "skip" else "raise")
+            good = [part(whole(d, k), t) for k in (0, 1)]
+            bad = part(whole(d, 7), t)
             bad["norm"][0] = math.nan
-            engine.add(bad if is_bad else part(whole(7, 0), t, form=form) if way == "dropped" else good[0])
+            engine.add(bad if is_bad else part(whole(7, 0), t) if way == "dropped" else good[0])
             with pytest.raises(PeerLost):
                 engine.step()
             if way == "dropped":
@@ -506,7 +441,7 @@ class TestRunAgain:
         assert found[0][1] == pytest.approx(second, rel=1e-6)
 
     @pytest.mark.parametrize("is_made", [False, True])
-    def test_a_step_that_one_column_dropped_is_not_mixed_with_the_others_next(self, form, is_made):
+    def test_a_step_that_one_column_dropped_is_not_mixed_with_the_others_next(self, is_made):
         """One column loses its workers and drops the window; the other has made the step, or waits in it."""
         spares = spare_groups()
 
@@ -515,7 +450,7 @@ class TestRunAgain:
             is_dropping = t == is_made
             if is_dropping:
                 data_parallel = Faulty(data_parallel, "gather" if is_made else "wait")
-            engine, gradients = engine_of(t, tensor_parallel, data_parallel, form), part(whole(0, 0), t, form=form)
+            engine, gradients = engine_of(t, tensor_parallel, data_parallel), part(whole(0, 0), t)
             engine.add(gradients)
             if is_dropping:
                 with pytest.raises(PeerLost):
@@ -532,40 +467,6 @@ class TestRunAgain:
 
 
 class TestLost:
-    def test_the_arena_keeps_the_workers_sum_until_all_workers_have_it(self):
-        """A worker that lost its sums is sent rank 0's: they must not be those of the tensor-parallel group yet."""
-        spares = spare_groups()
-
-        def work(data_parallel, tensor_parallel):
-            d, t = data_parallel.rank, tensor_parallel.rank
-            engine = engine_of(t, tensor_parallel, Faulty(data_parallel, "gather"), "sum", max_norm=None)
-            engine.add(part(whole(d, 0), t, form="sum"))
-            with pytest.raises(PeerLost):
-                engine.step()
-            before = engine.accumulator.views()["norm"].tolist()
-            engine.reconnect(spares[t][d])
-            return before, engine.step().gradients["norm"].tolist()
-
-        parts = [sum(part(whole(d, 0), t, form="sum")["norm"] for d in (0, 1)).tolist() for t in (0, 1)]
-        mean = sum(whole(d, 0)["norm"] for d in (0, 1)) / 2
-        assert on_grid(work, 2, 2) == [[(before, mean.tolist()) for before in parts]] * 2
-
-    def test_half_summed_replicas_are_not_taken_up_by_the_parts_of_another_model(self):
-        """Two models in two shards each lose their groups with replicas summed, and then come together crosswise."""
-        firsts, crossed = spare_groups(), [local_group(2, timeout=SOON, join_timeout=SOON) for _ in range(2)]
-
-        def work(place):
-            model, rank = place
-            exchange = firsts[model][rank]
-            engine = engine_of(rank, exchange, form="sum")
-            engine.add(part(whole(model, 0), rank, form="sum"))
-            engine._reducer.parts._sum_replicas()
-            exchange.close()
-            with pytest.raises(HandshakeRefused, match="in the tensor-parallel group: step 0 is half summed"):
-                engine.reconnect(tp_exchange=crossed[model if rank == 0 else 1 - model][rank])
-
-        on_all(work, list(itertools.product(range(2), range(2))))
-
     def test_the_trainer_finishes_a_step_whose_parts_lost_each_other(self):
         """Only row 0 loses its group; the other row is in the step already, past the exchange of the losses."""
         spare_row = local_group(2, timeout=SOON)

@@ -30,7 +30,7 @@ from gradengine.layout import GradientLayout, refuse_no_layout
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import DecidedStep, Reducer, whole
 from gradengine.reduction.stats import StepStats
-from gradengine.reduction.tensor_parallel_group import Replicated, TensorParallelGroup
+from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -70,9 +70,9 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         copy_strided: On the CPU, copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when
             they are added; without it they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
-            part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's.
-        replicated: What these ranks hold of replicated gradients: the "same" on each rank (checked); parts to "sum", as
-            under sequence parallelism; or copies that differ by rounding, to "average".
+            part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's. Replicated
+            gradients must be the same on these ranks, which is checked: under sequence parallelism all-reduce them
+            before `add`, as Megatron-LM and DTensor do.
 
     Raises:
         CallerError: An argument is out of range, a part of a model would be clipped or skipped by itself, or
@@ -104,7 +104,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         loss_scale: float | DynamicLossScale = 1.0,
         copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
-        replicated: Replicated = "same",
     ) -> None:
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
@@ -119,7 +118,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
-        parts = TensorParallelGroup(self.accumulator, replicated)
+        parts = TensorParallelGroup(self.accumulator)
         shared = self._settings.shared
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)

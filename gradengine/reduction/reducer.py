@@ -220,9 +220,7 @@ class Reducer:
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
         with _KeptIfItFails(self._state):
-            mine = self._first_found(self.parts.own_of(bad))
-            found = self.parts.tell_non_finite(mine, self._place, self.step)
-        found = found or self._first_found(bad)  # in no worker's contribution: a sum overflowed, alike on all ranks
+            found = self.parts.tell_non_finite(self._first_found(bad), self._place, self.step)
         return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
 
     def next_step(self) -> None:
@@ -331,7 +329,6 @@ class Reducer:
             stats = self.parts.agree(self._stats(self._totals(), self._told))
             if not self.workers.is_alone:
                 stats = agree(self.workers, stats)
-        self.parts.put_back()  # not before all workers have the sums: one that lost its own takes them from the arena
         return stats
 
     def _agree_on_device(self, sums: DeviceSums) -> StepStats:

@@ -1,9 +1,8 @@
-"""A worker's side of its tensor-parallel group: replicated gradients are made equal, and the norm is the whole model's.
+"""A worker's side of its tensor-parallel group, whose ranks agree on the whole model's norm.
 
 Each rank holds a part of the model. Squared sums of sharded components add up over the group and those of replicated
-ones count once, so that all ranks find the norm, the clip scale and the verdict of the whole model. Replicated
-gradients that must be summed are exchanged in memory of their own: the arena keeps the sum over the data-parallel
-workers until all of these have received it.
+ones count once, so that all ranks find the norm, the clip scale and the verdict of the whole model. No gradient is
+sent: those of replicated components must be the same on all ranks, and their squared sums are compared.
 """
 
 from __future__ import annotations
@@ -12,24 +11,18 @@ import hashlib
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.arguments import refuse_unknown
-from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Float64
 from gradengine.layout import GradientLayout
-from gradengine.layout.slots import Slot
 from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, refuse_diverged, same_sums, stats_of_all, unused_by_all
-from gradengine.threads import cached_property
-
-Replicated: TypeAlias = Literal["same", "sum", "average"]
+from gradengine.reduction.stats import StepStats, same_sums, stats_of_all, unused_by_all
 
 _WEIGHTS_SHOWN = 8
 
@@ -38,22 +31,20 @@ _WEIGHTS_SHOWN = 8
 class TensorParallelGroup:
     """One rank's side of the group that shares a model; `group` is the all-reduce over it."""
 
-    def __init__(self, accumulator: PerBlockGradientAccumulator, replicated: Replicated) -> None:
-        refuse_unknown("replicated", replicated, get_args(Replicated))
-        self._accumulator, self._replicated = accumulator, replicated
+    def __init__(self, accumulator: PerBlockGradientAccumulator) -> None:
+        self._accumulator = accumulator
         self._slots = accumulator.layout.slots
         self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])
-        self._travels = replicated != "same" and accumulator.layout.tp_size > 1
         self.group = AllReduce()
 
     @property
     def described(self) -> str:
-        """The group's size and mode as text, which must be the same on all workers."""
+        """The group's size as text, which must be the same on all workers."""
         exchange = self.group.exchange
-        return "none" if exchange is None else f"{exchange.world_size} ranks with replicated={self._replicated!r}"
+        return "none" if exchange is None else f"{exchange.world_size} ranks"
 
     def join(self, exchange: Exchange) -> None:
-        """Join the group, and start again what was started through another exchange."""
+        """Join the group; the handshake compares names, shapes and partitions of all components."""
         layout = self._accumulator.layout
         if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
             raise CallerError(
@@ -62,8 +53,9 @@ class TensorParallelGroup:
                 expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
                 do="connect each rank as its tp_rank of its TensorParallelConfig",
             )
-        with _named(), self._replicas.in_order():
-            self.group.join(exchange, self._layout, self._replicas.in_parts)
+        with _named():  # the layout has no elements: nothing is summed
+            compared = {f"{slot.name} ({slot.partition})": (0, *slot.shape) for slot in self._slots}
+            self.group.join(exchange, GradientLayout.of(compared), np.empty(0, np.float32))
 
     def agree(self, mine: StepStats) -> StepStats:
         """The whole model's stats from this rank's: the same on all ranks of the group."""
@@ -72,23 +64,12 @@ class TensorParallelGroup:
         with _named():
             return self._of_all_parts(mine)
 
-    def put_back(self) -> None:
-        """Write the group's sums or averages of replicated components to the arena; may be called twice."""
-        if self._travels and not self.group.is_alone:
-            with self._accumulator.changing():
-                self._replicas.put_back(self._targets)
-
-    def own_of(self, positions: Sequence[int]) -> list[int]:
-        """Those of these positions whose gradient in the arena is this rank's own, not a sum over the group."""
-        return [p for p in positions if not (self._travels and self._is_replicated[p])]
-
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
         """The first error, in layout order, of those that all ranks found; the same on each. `mine` is this rank's."""
         if self.group.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
         with _named():
-            mine = mine or self._found_in_sums(step)
             facts = None if mine is None else [mine.component, mine.index, float(mine.value), mine.rank]
             told = self.group.tell(f"finding in {place}", facts)
             found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
@@ -96,45 +77,11 @@ class TensorParallelGroup:
 
     # ---- inside ----
 
-    @cached_property
-    def _targets(self) -> list[Buffer]:
-        return [self._accumulator.arena.targets[position] for position in np.flatnonzero(self._is_replicated)]
-
-    @cached_property
-    def _layout(self) -> GradientLayout:
-        """The layout that the handshake compares: has all components, but elements only of those that are exchanged."""
-        shapes: dict[str, tuple[int, ...]] = {f"replicated={self._replicated}": (0,)}
-        for slot, is_one in zip(self._slots, self._is_replicated, strict=True):
-            shapes[f"{slot.name} ({slot.partition})"] = slot.shape if self._travels and is_one else (0, *slot.shape)
-        return GradientLayout.of(shapes)
-
-    @cached_property
-    def _travellers(self) -> list[tuple[Slot, Slot]]:
-        """For each component that is exchanged: its slot in the arena and its slot in the exchanged memory."""
-        pairs = list(zip(self._slots, self._layout.slots[1:], strict=True))
-        return [pairs[position] for position in np.flatnonzero(self._is_replicated & self._travels)]
-
-    @cached_property
-    def _replicas(self) -> _Replicas:
-        slots = [travelling for _, travelling in self._travellers]
-        return _Replicas(self._accumulator, self._layout, slots, average=self._replicated == "average")
-
     def _of_all_parts(self, mine: StepStats) -> StepStats:
-        totals, settings = mine.totals.copy(), {**mine.settings, "window": _described(self._accumulator.weights)}
-        if self._travels:
-            self._sum_replicas()
-            totals[self._is_replicated] = self._replicas.totals()
-        parts = stats_of_all(self.group, replace(mine, totals=totals, settings=settings))
+        settings = {**mine.settings, "window": _described(self._accumulator.weights)}
+        parts = stats_of_all(self.group, replace(mine, settings=settings))
         totals = self._totals_of_the_model([part.totals for part in parts])
         return replace(mine, totals=totals, unused=unused_by_all(parts))
-
-    def _sum_replicas(self) -> None:
-        if not self.group.started:
-            self._replicas.take(self._targets)
-        with self._replicas.in_order():
-            new = [span for span in self._layout.spans if span.key not in self.group.started]
-            self.group.start(*new, in_background=False)
-        self.group.wait()
 
     def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
         totals: Float64 = np.add.accumulate(parts)[-1]
@@ -147,9 +94,6 @@ class TensorParallelGroup:
         return totals
 
     def _refuse_other_replicas(self, rank: int, replica: Float64, first: Float64) -> None:
-        if self._travels:
-            refuse_diverged(rank, replica, first)
-            return
         differs = np.flatnonzero(~same_sums(replica, first))
         if differs.size:
             slot = self._slots[np.flatnonzero(self._is_replicated)[differs[0]]]
@@ -157,55 +101,8 @@ class TensorParallelGroup:
                 f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
                 got=f"norm {replica[differs[0]] ** 0.5:.9g} on rank {rank}",
                 expected=f"{first[differs[0]] ** 0.5:.9g}",
-                do="use replicated='sum' for partial sums (sequence parallelism), 'average' for copies rounded apart",
+                do="all-reduce it over the group before add(), as sequence parallelism needs",
             )
-
-    def _found_in_sums(self, step: int) -> NonFiniteGradient | None:
-        """The error for NaN or Inf that this rank contributed to a sum of replicas."""
-        for bad in self.group.progress.bad:
-            for slot, place in self._travellers:
-                if place.offset <= bad.index < place.stop and bad.rank == self._accumulator.layout.tp_rank:
-                    return NonFiniteGradient(slot.name, bad.index - place.offset, bad.value, step=step)
-        return None
-
-
-@final
-class _Replicas:
-    """Memory for the replicated gradients that are exchanged, side by side."""
-
-    def __init__(
-        self, accumulator: PerBlockGradientAccumulator, layout: GradientLayout, slots: Sequence[Slot], *, average: bool
-    ) -> None:
-        self._kernels = accumulator.kernels
-        self._divisor = accumulator.layout.tp_size if average else 1
-        self._memory = self._kernels.device.allocate(layout.arena_size)
-        self._arena = self._kernels.arena([self._memory.part(slot.offset, slot.stop) for slot in slots], self._memory)
-        with self._arena.in_order():
-            self._kernels.fill_zero([self._memory])
-
-    @cached_property
-    def in_parts(self) -> Any:
-        """The memory that the exchange sums, or on a GPU the object that copies its shares, cached with its rows."""
-        return self._kernels.device.in_parts(self._memory) if self._memory.size else np.empty(0, np.float32)
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """A context in which the exchange's copies wait for the work queued on the memory."""
-        return self._arena.in_order()
-
-    def take(self, targets: Sequence[Buffer]) -> None:
-        """Copy this rank's gradients to the memory that is exchanged."""
-        with self._arena.in_order():
-            self._kernels.scale(targets, np.float32(1), self._arena.targets)
-
-    def totals(self) -> Float64:
-        """Squared sums of the values that `put_back` writes; it may write twice, so the memory keeps the sums."""
-        self._kernels.measure(self._arena)
-        return self._kernels.totals(self._arena) / self._divisor**2
-
-    def put_back(self, targets: Sequence[Buffer]) -> None:
-        """Write the sums, or averages, to the arena."""
-        with self._arena.in_order():
-            self._kernels.scale(self._arena.targets, np.float32(1 / self._divisor), targets)
 
 
 def _described(weights: Sequence[float]) -> str:
