@@ -1,6 +1,7 @@
 """The window: micro-batches counted and weighed per slot, and what each slot still holds."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arrays.host import host_buffer
-from gradengine.errors import BufferRefused, WindowError
+from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Contribution, SlotSet
 from gradengine.layout import GradientLayout
 
@@ -115,6 +116,11 @@ class TestWeight:
         with pytest.raises(WindowError, match="a micro-batch's weight") as refusal:
             checked_weight(weight)
         assert refusal.value.got is weight or refusal.value.got in {repr(weight), "list", "an integer of 1329 bits"}
+
+    def test_an_array_on_a_gpu_is_refused(self):
+        on_gpu = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (2, 0))
+        with pytest.raises(CallerError, match=r"an array on a GPU: got cuda:0, expected a number; call `\.item\(\)`"):
+            checked_weight(on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -300,20 +300,6 @@ class TestMoved:
         assert engine.current_step == 0
         assert graph.replay().step == 0
 
-    def test_so_is_a_weight(self, device):
-        class Weight(Movable):
-            def __dlpack__(self, **options):
-                return self.array.__dlpack__(stream=options["stream"])
-
-            def __dlpack_device__(self):
-                return self.array.__dlpack_device__()
-
-        engine, arrays, weight = new_engine(device), arrays_of(device, 0), Weight(device.put(np.array(2.0)))
-        graph = captured_window(engine, [arrays], [weight])
-        weight.array = device.put(np.array(2.0))
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match="weight"):
-            graph.replay()
-
     @pytest.mark.parametrize("what", ["gradients", "destinations"])
     def test_a_pointer_whose_owner_was_freed(self, device, what):
         class Owner:

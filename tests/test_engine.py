@@ -349,6 +349,21 @@ def test_what_is_refused_launches_nothing(emulated, bad):
     assert bits_of(engine.step()) == bits_of(stepped(emulated, gradients_of()))
 
 
+def test_a_weight_on_a_device_is_refused_by_every_way_in(device):
+    engine, weight = GradientEngine(SMALL, device.kernels), device.put(np.array(2.0))
+    arrays = put_all(device, gradients_of())
+    for call in (
+        lambda: engine.add(arrays, weight),
+        lambda: engine.add(None, weight),
+        lambda: engine.add_block(0, arrays[:1], weight),
+        lambda: engine.add_non_block("head", arrays[2], weight),
+        lambda: engine.micro_batch(weight),
+    ):
+        with nothing_is_launched(device), pytest.raises(CallerError, match=r"a GPU: got .*call `\.item\(\)`"):
+            call()
+    assert not engine.has_open_window
+
+
 def test_a_window_takes_as_many_as_were_said_and_each_component_all_of_them():
     engine = new_engine(micro_batches=2)
     for step in range(2):

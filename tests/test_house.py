@@ -19,12 +19,12 @@ arrays.lost arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.fram
 arrays.device arrays.known arrays
 layout.unpacking layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams
-kernels.status kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device kernels.weights
+kernels.status kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device
 kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host_sums kernels.host
 kernels.launch kernels.cuda kernels
 elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
-accumulate.weighing accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
+accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
 exchange.wire exchange.interface exchange.handshake exchange.tls exchange.environment exchange.rendezvous
 exchange.addresses exchange.reach exchange.links.link exchange.links.threads exchange.links.mpi

@@ -21,7 +21,7 @@ REGISTERS_OF_AN_SM = 65536
 LEAST_THREADS_OF_AN_SM = 512
 ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
 
-SMALL = ("finalise", "tally", "weigh")  # a thread block, or a thread
+SMALL = ("finalise", "tally")  # a thread block, or a thread
 STREAMING = [name for name in nvrtc.names() if name not in SMALL]  # these move gradients, sixteen bytes at a time
 WRITING = [name for name in STREAMING if name != "measure"]
 UNIT = int(re.search(r"UNIT = (\d+)", toolchain.source("measure"))[1])
@@ -178,7 +178,6 @@ ARITHMETIC = {
     "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64", "cvt.f64.f32"},
     "tally": {"add.f64"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
-    "weigh": {"add.f64", "cvt.f64.f32", "cvt.rn.f32.f64", "cvt.rn.f64.s32", "cvt.rn.f64.s64"},
 }
 OR_FUSED = {"mul.f64"}  # the first of eight squares, where the compiler does not add it to zero
 

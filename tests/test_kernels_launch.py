@@ -310,13 +310,13 @@ class TestByValue:
         found, argument = by_value(addresses, weights)
 
         class Struct(ctypes.Structure):
-            _fields_ = (("address", ctypes.c_uint64 * CAPACITIES[name]), ("weight", ctypes.c_uint64 * len(weights)))
+            _fields_ = (("address", ctypes.c_uint64 * CAPACITIES[name]), ("weight", ctypes.c_float * len(weights)))
 
         assert found == name
         assert argument.nbytes == ctypes.sizeof(Struct)
         read = Struct.from_buffer_copy(argument.tobytes())
         assert read.address[:count] == addresses.tolist()
-        assert tuple(read.weight) == tuple(int(np.float32(weight).view(np.uint32)) for weight in weights)
+        assert tuple(read.weight) == weights
 
     @pytest.mark.parametrize(("name", "most"), [("small", 4096), ("large", 32764)])
     def test_all_arguments_of_a_launch_fit(self, name, most):

@@ -134,9 +134,9 @@ def test_each_replay_follows_its_verdict(device):
 
 def test_a_weight_that_makes_no_divisor_is_no_verdict_on_it(device):
     engine = new_engine(device)
-    engine.add(put_all(device, gradients(1.0)), device.put(np.array(math.nan)))
+    engine.add(put_all(device, gradients(1.0)), 8e37)
     assert number_of(engine.step().skipped) == 1
-    with pytest.raises(WindowError, match="weight"):
+    with pytest.raises(WindowError, match=r"weight .*got 8e\+37 in all"):
         engine.check()
     assert number_of(engine.loss_scale) == 1024.0
     assert engine.state_dict()["loss_scale_tracker"] == 0

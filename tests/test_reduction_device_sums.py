@@ -7,7 +7,6 @@ import contextlib
 import gc
 import math
 import sys
-from functools import partial
 
 import cuda_emulator
 import numpy as np
@@ -116,22 +115,6 @@ class TestSameBytes:
 
         wanted = on_group(lambda e: train(e, device, 1, LAYOUT), 2, torch)[0][0][-1]
         assert on_group(overlapped, 2, torch) == [wanted] * 2
-
-    def test_weights_that_lie_on_the_device_are_added_up_there(self, device, torch):
-        def one(exchange, ranks):
-            engine, found = GradientEngine(SMALL, device.kernels, max_norm=None, exchange=exchange), []
-            for step in range(2):
-                for k in range(2):
-                    weight = 1.0 + k + exchange.rank
-                    is_there = exchange.rank in ranks and k >= step
-                    given = device.put(np.array(weight, np.float32)) if is_there else weight
-                    engine.add(put(device, exchange.rank, step, k), weight=given)
-                found.append(figures(engine.step()))
-            return found
-
-        first, *others = (on_group(partial(one, ranks=ranks), 2, torch) for ranks in ((), (0, 1), (1,)))
-        assert first[0] == first[1]
-        assert others == [first] * 2
 
     def test_into_destinations_whose_memory_stays_until_the_work_on_it_is_done(self, device, torch):
         def one(exchange):

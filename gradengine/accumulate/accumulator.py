@@ -23,13 +23,12 @@ from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_orde
 from gradengine.accumulate.groups import Group, Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
-from gradengine.accumulate.weighing import Weighing
-from gradengine.accumulate.window import Flags, SavedWindow, Window, nothing_came
+from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
 from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, Fixed, NotCopied, WindowError
-from gradengine.kernels import Contribution, DeviceWeight, FoldPass, Kernels, SlotSet, Weight, kernels_for
+from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
@@ -48,7 +47,6 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         arena: The components' sums in layout order, and their squared sums as far as they were measured.
         memory: The whole gradient set, flat, its padding included.
         destinations: The callers' arrays that steps handed back to, as checked.
-        weighing: Checks micro-batches' weights, and reads those that are on a GPU.
         state: The step's state.
     """
 
@@ -77,7 +75,6 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         with self.arena.in_order():
             kernels.fill_zero([memory.part(*gap) for gap in layout.padding])
         self._window = Window(len(layout.slots))
-        self.weighing = Weighing(kernels, self.arena)
         self.state = StepState(kernels.device)
         self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
@@ -118,17 +115,12 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
     @property
     def weights(self) -> tuple[float, ...]:
         """The weight of each micro-batch of the window, in order."""
-        return tuple(map(self.weighing.read, self._window.weights))
+        return tuple(map(float, self._window.weights))
 
     @property
     def total_weight(self) -> float:
-        """Sum of the window's weights, in fp64, in order; NaN if one was bad. It waits for weights on a GPU."""
-        return self.weighing.read_sum(self.weight)
-
-    @property
-    def weight(self) -> float | DeviceWeight:
-        """The window's weight without a wait: its sum, or, where the device adds weights up, the last weight there."""
-        return self._window.weight
+        """Sum of the window's weights, in fp64, in order."""
+        return ordered_sum(self.weights)
 
     @property
     def mean_factor(self) -> np.float32:
@@ -149,8 +141,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         Args:
             gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
                 component without a gradient in this micro-batch.
-            weight: What the micro-batch counts: 1, or its tokens. Used as fp32. On a GPU also an array of one element
-                there, which is copied as the micro-batch begins.
+            weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
             measure: Measure the norm's squared sums in the same pass: for the window's last micro-batch.
 
         Raises:
@@ -216,11 +207,10 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
 
     def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
         """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added."""
-        added, given = self.state.ask(Call.BEGIN), self.weighing.checked(weight)
+        added, scalar = self.state.ask(Call.BEGIN), checked_weight(weight)
         self._window.refuse_lagging(self.layout.slots)
         for name, gradient in first.items():
             self._intake.check(self.layout.slot(name), gradient)
-        scalar = self.weighing.placed(given, self._window, self._all, begins=True)
         self.state.now = added  # first, so that after an interrupt nothing goes on with a window that is half begun
         self._window.begin(scalar)
 
@@ -482,15 +472,14 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         prefix: str = "",
     ) -> None:
         added = self.state.ask(call)
-        given, measure = self.weighing.checked(weight), truth_value("measure", measure)
+        scalar, measure = checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(slots, gradients, where, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))
         if call is Call.BEGIN:
             self._window.refuse_lagging(self.layout.slots)
         contribution = self._intake.contribution(slot_set, slots, sources)
-        self._window.refuse_other_weight(slot_set, given, where)
-        scalar = self.weighing.placed(given, self._window, slot_set, begins=call is Call.BEGIN)
+        self._window.refuse_other_weight(slot_set, scalar, where)
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
@@ -498,7 +487,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             self._count(contribution, scalar, added)
             self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
 
-    def _hold(self, contribution: Contribution, weight: Weight, added: State, *, measure: bool) -> None:
+    def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, slot_set = self._window, contribution.slots
         window.refuse_aliases(contribution, self.layout.slots)
         is_full = measure or window.depth(slot_set) + 1 >= self.hold
@@ -513,7 +502,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             if is_full:
                 self._fold(window.held_passes(slot_set), measure=measure)
 
-    def _count(self, contribution: Contribution, weight: Weight, added: State) -> None:
+    def _count(self, contribution: Contribution, weight: np.float32, added: State) -> None:
         if added is State.COMING and not self._window.is_coming:
             self._window.begin(weight)
         self._window.count(contribution, weight)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from gradengine.accumulate.gradients import and_more
 from gradengine.arguments import as_float, out_of_range, said
-from gradengine.arrays.device import DeviceNumber
+from gradengine.arrays.device import device_of
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import BufferRefused, WindowError
-from gradengine.kernels import ADDRESS, Contribution, DeviceWeight, FoldPass, SlotSet, Weight
+from gradengine.errors import BufferRefused, CallerError, WindowError
+from gradengine.kernels import ADDRESS, Contribution, FoldPass, SlotSet
 from gradengine.layout import Slot
 
 Flags = npt.NDArray[np.bool_]
@@ -45,8 +45,7 @@ class Window:
     """
 
     def __init__(self, size: int) -> None:
-        #: Of each micro-batch begun, in order; behind one that lies on a device all do.
-        self.weights: list[Weight] = []
+        self.weights: list[np.float32] = []  # of each micro-batch begun, in order
         self.counts: npt.NDArray[np.intp] = np.zeros(size, np.intp)  # micro-batches each slot has got
         self.used: Flags = np.zeros(size, np.bool_)  # slots that got a gradient, and not None alone
         self.filled: Flags = np.zeros(size, np.bool_)  # slots written in this window; others the next fold overwrites
@@ -54,7 +53,7 @@ class Window:
         self.producers: set[ProducerStream] = set()  # the streams on which its gradients are produced
         self._is_even = True  # every contribution so far was to all slots
         self.is_coming = False  # a micro-batch is being added component by component
-        self._held: dict[SlotSet, list[tuple[Contribution, Weight]]] = {}
+        self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
         self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
@@ -67,30 +66,18 @@ class Window:
         window._is_even = bool((window.counts == len(window.weights)).all())
         return window
 
-    def refuse_other_weight(self, slot_set: SlotSet, given: object, where: str) -> None:
-        """Raise `WindowError` if these slots' micro-batch was begun with another weight, or another array of one."""
+    def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
+        """Raise `WindowError` if these slots' micro-batch was begun with another weight."""
         if self._is_even:
             return  # it begins with these
         counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[slot_set.where]).tolist()
         for micro_batch in counts:
-            if micro_batch < len(self.weights) and not _are_same(self.weights[micro_batch], given):
+            if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
                     f"{where} of micro-batch {micro_batch} has another weight than its other parts",
-                    got=_told(given),
-                    expected=_told(_given(self.weights[micro_batch])),
+                    got=float(weight),
+                    expected=float(self.weights[micro_batch]),
                 )
-
-    def micro_batch_of(self, slot_set: SlotSet, *, begins: bool) -> int:
-        """The number of the micro-batch that gradients of these slots are of; `begins` says that it is a new one."""
-        if begins or self._is_even:
-            return len(self.weights)
-        return len(self.weights) - 1 if self.is_coming else int(self.counts[slot_set.where].max())
-
-    @property
-    def weight(self) -> float | DeviceWeight:
-        """The sum of the weights, in fp64, in order; where the device adds them up, the last weight there."""
-        last = self.weights[-1] if self.weights else None
-        return last if isinstance(last, DeviceWeight) else ordered_sum(map(float, self.weights))  # type: ignore[arg-type]
 
     def refuse_aliases(self, contribution: Contribution, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` if one of the contribution's addresses is held already."""
@@ -130,7 +117,7 @@ class Window:
                 do="add what is missing; None stands for a component without a gradient",
             )
 
-    def begin(self, weight: Weight) -> None:
+    def begin(self, weight: np.float32) -> None:
         """Begin a micro-batch that is added component by component, some perhaps twice, and some not at all."""
         self.weights.append(weight)
         self._is_even, self.is_coming = False, True
@@ -155,11 +142,9 @@ class Window:
         self.counts[:] = len(self.weights)
         self._is_even, self.is_coming = True, False
 
-    def count(self, contribution: Contribution, weight: Weight) -> None:
+    def count(self, contribution: Contribution, weight: np.float32) -> None:
         """Count a contribution in each of its slots, also in those without a gradient."""
         self.producers |= contribution.producers
-        if isinstance(weight, DeviceWeight):
-            self.producers |= weight.producers
         where = contribution.slots.where
         if self.is_coming:
             self.counts[where] = len(self.weights)
@@ -176,7 +161,7 @@ class Window:
         """Whether all slots have the same number of micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
-    def fold_at_once(self, contribution: Contribution, weight: Weight) -> FoldPass:
+    def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
         """The fold pass of one contribution that is not held."""
         return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
 
@@ -192,7 +177,7 @@ class Window:
         """How many contributions are held for these slots together."""
         return len(self._held.get(slot_set, ()))
 
-    def hold(self, contribution: Contribution, weight: Weight) -> None:
+    def hold(self, contribution: Contribution, weight: np.float32) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
         if contribution.present.any() or contribution.slots in self._held:  # an empty one counts for the pass, too
             self._held.setdefault(contribution.slots, []).append((contribution, weight))
@@ -250,32 +235,33 @@ def weighs_nothing(weight: object) -> WindowError:
     )
 
 
-def _given(weight: Weight) -> object:
-    return weight.given if isinstance(weight, DeviceWeight) else weight
-
-
-def _are_same(weight: Weight, given: object) -> bool:
-    """Whether a part was given the weight that its micro-batch began with; an array on a device must be the same."""
-    first = _given(weight)
-    if isinstance(first, np.float32) and isinstance(given, np.float32):
-        return bool(first == given)
-    return first is (given.source if isinstance(given, DeviceNumber) else given)
-
-
-def _told(given: object) -> object:
-    return float(given) if isinstance(given, np.float32) else "an array on the device"
-
-
 def checked_weight(weight: SupportsFloat) -> np.float32:
-    """The weight as fp32; raises `WindowError` unless it is a finite normal fp32 number above 0."""
+    """Return the weight as fp32.
+
+    Raises:
+        WindowError: The weight is not a finite normal fp32 number above 0.
+        CallerError: It is an array on a GPU.
+    """
     if type(weight) is float and weight == 1:  # as nearly all are
         return _ONE
     with np.errstate(over="ignore"):
-        scalar: np.float32 = np.float32(as_float(weight))
+        scalar: np.float32 = np.float32(weight_as_float(weight))
     if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
         do = "for a micro-batch that counts nothing call add(None, weight=0)"
         raise out_of_range("a micro-batch's weight", weight, "a finite number above 1.18e-38", WindowError, do)
     return scalar
+
+
+def weight_as_float(weight: SupportsFloat) -> float:
+    """Return a weight as a float, NaN if it is not a number; raises `CallerError` for an array on a GPU."""
+    if not isinstance(weight, (int, float, np.generic)) and (device := device_of(weight)) != "cpu":
+        raise CallerError(
+            "a micro-batch's weight is an array on a GPU",
+            got=device,
+            expected="a number",
+            do="call `.item()` on it, once a step, or count the labels on the host",
+        )
+    return as_float(weight)
 
 
 def ordered_sum(values: Iterable[float]) -> float:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,12 @@ from gradengine.arrays.buffer import (
     exported_view,
     not_contiguous,
     raw_view,
-    refuse_invalid_address,
     refuse_other_device,
     refuse_strided,
 )
 from gradengine.arrays.dlpack import MAX_DIMENSIONS, Exported, contiguous_strides, exporting_device
-from gradengine.arrays.dtypes import dtype_name, supported_name, unsupported_dtype
+from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import (
-    dlpack_export,
     dlpack_view,
     is_jax,
     is_torch,
@@ -34,10 +30,8 @@ from gradengine.arrays.frameworks import (
     jax_device,
     torch_buffer,
     torch_device,
-    torch_pointers,
-    torch_stream,
 )
-from gradengine.arrays.streams import NamedStream, ProducerStream, UnknownStream
+from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError
 
 _MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
@@ -69,58 +63,6 @@ def _device_of_interface(source: Any) -> str:
     except Exception:  # noqa: BLE001  (no CuPy, no driver, any object's interface: `device_buffer` says what is wrong)
         return "cuda:0"
     return f"cuda:{found.device}" if found.type in _MEMORY_OF_A_DEVICE else "cuda:0"
-
-
-#: Dtypes of a number that a GPU reads, and their tags in kernels/weigh.cu.
-NUMBERS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceNumber:
-    """One number in a caller's array in a GPU's memory."""
-
-    pointer: int
-    dtype: str  # one of NUMBERS
-    source: object  # the array
-    producers: frozenset[ProducerStream] = frozenset()  # whose stream it is worked on, if another's than ours
-    owner: object = None  # what must stay alive besides
-
-
-def device_number(source: Any, what: str, device: str, array_type: type, stream: int) -> DeviceNumber:
-    """The number in an array of one element on `device`, of CuPy, torch or DLPack; the rest as for `device_buffer`."""
-    found, size = _number_of(source, what, device, array_type, stream)
-    if found.dtype not in NUMBERS or size != 1:
-        raise BufferRefused(
-            f"{what} on a GPU is not one number",
-            got=f"{found.dtype}, {size} elements",
-            expected=f"an array of one element, of {', '.join(NUMBERS)}",
-        )
-    refuse_invalid_address(found.pointer, 1, 8 if "64" in found.dtype else 4, what)
-    return found
-
-
-def _number_of(source: Any, what: str, device: str, array_type: Any, stream: int) -> tuple[DeviceNumber, int]:
-    """The number, and how many elements its array has."""
-    if isinstance(source, array_type):
-        refuse_other_device(f"cuda:{source.device.id}", what, (device,))
-        return DeviceNumber(int(source.data.ptr), dtype_name(source.dtype), source), int(source.size)
-    if is_torch(source):
-        refuse_other_device(torch_device(source), what, (device,))
-        pointer = (torch_pointers([source]) if not source.is_neg() else None) or [0]
-        producers = frozenset([torch_stream(source)])
-        return DeviceNumber(pointer[0], dtype_name(source.dtype), source, producers), source.numel()
-    if not has(source, "__dlpack__"):
-        raise BufferRefused(f"{what} is no array", got=type(source).__name__, expected="one of CuPy, torch or JAX")
-    if is_jax(source) and stream == -1:
-        raise BufferRefused(
-            f"{what} is a JAX array, which a CUDA graph cannot capture: it is immutable",
-            do="capture with an array of CuPy or torch, and write to it before each replay",
-        )
-    if is_jax(source):
-        source = jax_copy(source, what, device)
-    tensor = dlpack_export(source, what, (device, device.replace("cuda", "cuda_managed")), stream)
-    number = DeviceNumber(tensor.pointer, tensor.dtype, source, frozenset([UnknownStream()]), tensor.owner)
-    return number, math.prod(tensor.shape)
 
 
 def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:

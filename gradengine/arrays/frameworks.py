@@ -236,11 +236,6 @@ def _jax_devices(sharding: Any) -> tuple[str, ...]:
     )
 
 
-def torch_stream(tensor: Any) -> TorchStream:
-    """The current stream of torch on a tensor's GPU, whichever that is when it is asked."""
-    return _torch_stream(sys.modules["torch"], torch_device(tensor))
-
-
 @functools.lru_cache(maxsize=16)
 def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
     return TorchStream(torch, int(device.partition(":")[2]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple, SupportsFloat, final
+from typing import Any, NamedTuple, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, in_slot_order
@@ -51,7 +51,7 @@ class CapturedWindow(Fixed):
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
     The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, as they were
-    recorded. It keeps the arrays alive. A weight in an array on the GPU is read by each replay.
+    recorded. It keeps the arrays alive.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -130,11 +130,9 @@ class CapturedWindow(Fixed):
         """Have the engine's next calls be recorded."""
         self._accumulator.state.now = self.ask(Call.CAPTURE)
 
-    def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "", *, weight: SupportsFloat = 1) -> None:
+    def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> None:
         """Note the arrays of an `add` that was recorded."""
         self._arrays.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
-        if any(address := addresses_of([weight])):
-            self._arrays.append(_Arrays(["a micro-batch's weight"], [weight], address))
 
     def closed(self, result: StepResult, out: Gradients | None, destinations: Destinations | None) -> None:
         """Note the result and destinations of the step that was recorded."""

@@ -154,8 +154,7 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, settings: Settin
     for name, size in sizes.items():
         if found[name].size != size:
             raise _other_array(name, found[name], f"{size} elements")
-    # A weight of 0 came from a GPU's memory.
-    weights = np.array([weight and checked_weight(weight) for weight in found["micro_batch_weights"].tolist()], "f4")
+    weights = np.array([checked_weight(weight) for weight in found["micro_batch_weights"].tolist()], "f4")
     says_nothing, room = bool(found["says_nothing"]), settings.micro_batches
     is_counted = counts.min() >= 0 and counts.max() == weights.size and (room is None or weights.size <= room)
     if not is_counted or (says_nothing and weights.size):

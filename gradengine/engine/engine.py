@@ -11,8 +11,8 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Call, State
-from gradengine.accumulate.window import weighs_nothing
-from gradengine.arguments import as_float, truth_value
+from gradengine.accumulate.window import checked_weight, weighs_nothing, weight_as_float
+from gradengine.arguments import truth_value
 from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
@@ -205,8 +205,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
                 the engine's device. A component without a gradient is given as None, but not all components may be. A
                 worker that has no micro-batch in a window calls `add(None, weight=0)` before its step.
-            weight: What the micro-batch counts in the average: 1, or its tokens; on a GPU also an array there of one
-                element, which is copied as the micro-batch begins, without a wait: a bad one is raised late.
+            weight: What the micro-batch counts in the average: 1, or its tokens.
 
         Raises:
             LayoutMismatch: A component is missing, unknown or misshapen.
@@ -217,13 +216,13 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
         if gradients is None:
-            if as_float(weight) != 0:
+            if weight_as_float(weight) != 0:
                 raise weighs_nothing(weight)
             self.accumulator.add_nothing()
             return
         self.accumulator.add(gradients, weight, measure=is_last and self._reducer.workers.is_alone)
         if self._captures:
-            self._captures[0].window.keep(self.layout.slots, gradients, weight=weight)
+            self._captures[0].window.keep(self.layout.slots, gradients)
         if is_last and self.accumulator.is_even:
             self._reducer.start(self.layout.spans)
 
@@ -234,7 +233,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         Args:
             index: The block.
             gradients: A sequence in the block's order, or a mapping by component name.
-            weight: The micro-batch's weight, the same for all its parts (on a GPU the same array).
+            weight: The micro-batch's weight, the same for all its parts.
             last: This is the window's last contribution to the block, so the block can be sent to the other workers.
 
         Raises:
@@ -288,7 +287,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self._ask(Call.BEGIN)
         self._settings.is_last("the window", self.accumulator.accumulated_count)  # before backward runs
         last = None if last is None else truth_value("last", last)
-        kept = self.accumulator.weighing.kept(weight)
+        kept = float(checked_weight(weight))
         return MicroBatch(self.accumulator, self._reducer, self._settings, kept, last=last)
 
     def step(
@@ -539,8 +538,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
         # A graph counts its own steps as it runs.
         counted = 0 if self._captures or not self._late.exist else self._late.note_queued(step)
-        is_mean = self._settings.is_mean or self._reducer.on_device is not None
-        finalise = partial(self._kernels.finalise, weight=stats.on_device, is_mean=is_mean, loss_scale=scaling)
+        finalise = partial(self._kernels.finalise, weight=stats.on_device, loss_scale=scaling)
         return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
 
     def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:

@@ -18,7 +18,7 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import said, truth_value
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, NotCopied, WindowError
-from gradengine.kernels import Decision, DeviceWeight
+from gradengine.kernels import Decision
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 from gradengine.reduction.reducer import DecidedStep
@@ -105,9 +105,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def weight(self) -> Any:
-        """Weight of all micro-batches of all workers: a float, or an array on the GPU if weights are added up there."""
-        weight = self._stats.weight
-        return self._decision.weight if isinstance(weight, DeviceWeight) else weight
+        """Weight of all micro-batches of all workers: a float, or an array on the GPU if workers sum there."""
+        return self._stats.weight
 
     @property
     def micro_batches(self) -> Any:
@@ -365,8 +364,8 @@ class DeferredErrors:
         error = _not_agreed(status) or WindowError(
             f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
             got=f"{status.bad_weight:g} in all",
-            expected="weights of 0 or of at least 2**-126, not all 0, that with the loss scale make 2**-126..2**126",
-            do="skip that micro-batch, or set its weight to 0; read result.skipped before the optimizer steps",
+            expected="2**-126..2**126, times the loss scale",
+            do="use weights nearer to 1",
         )
         self._raised_bad_weights = status.bad_weights
         raise error

@@ -35,7 +35,7 @@ class Settings:
         # Zeros also where it raises: a GPU's error is raised by a later call, after the gradients were handed back.
         self.on_non_finite = on_non_finite
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
-        self.average, self.is_mean = average, average != "sum"
+        self.average = average
         #: Settings that must be the same on all workers; each step compares them.
         self.shared = {
             "max_norm": repr(plan.max_norms),

@@ -10,9 +10,8 @@ from typing import Any, Protocol, TypeVar, final
 
 from gradengine.accumulate.gradients import Gradients
 from gradengine.accumulate.state import Refusal
-from gradengine.accumulate.window import checked_weight, ordered_sum
+from gradengine.accumulate.window import checked_weight, ordered_sum, weight_as_float
 from gradengine.arguments import (
-    as_float,
     as_number,
     checked_rank,
     iterated,
@@ -298,7 +297,7 @@ class DistributedTrainer(Fixed):
         if weight is None:
             return 1.0
         counts = weight(micro_batch)
-        return 0.0 if as_float(counts) == 0 else float(checked_weight(counts))
+        return 0.0 if weight_as_float(counts) == 0 else float(checked_weight(counts))
 
     def _global_loss(self) -> float:
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))

@@ -3,9 +3,6 @@
 // A thread block takes one chunk of one component through all micro-batches held: each source is read once, the arena
 // once, and written once. Sources may differ in dtype and alignment. On request the squared sum of what was written and
 // the number of its non-finite elements are left for K2, so that the norm costs no pass of its own.
-//
-// A weight may lie in device memory, where the host does not know it; a micro-batch of weight 0 has nothing, whatever is
-// in it: the mean over no tokens is NaN.
 
 #include "common.cuh"
 
@@ -30,14 +27,6 @@ __device__ __forceinline__ void store_in_pairs(const Stretch& to, i64 first, i64
   if (even + UNIT < last) store_16_bytes(address + 4 * UNIT, of_odd);
 }
 
-// Added to any number it leaves each bit of that as it is: a sum of micro-batches that all have nothing.
-#define NOTHING (-0.0f)
-
-// A weight as the launcher packs it.
-__device__ __forceinline__ float weight_of(u64 packed) {
-  return packed & IN_MEMORY ? *global<const float>(packed & ADDRESS) : __uint_as_float((u32)packed);
-}
-
 // What a thread block folds into its chunk. The arena is ours: fp32, and each component begins on a 128-byte boundary.
 template <int SOURCES>
 struct Fold {
@@ -46,10 +35,7 @@ struct Fold {
   u64 source[SOURCES];  // as the launcher packs them; 0: this micro-batch had nothing
   float weight[SOURCES];
 
-  // Of several sources the loads do not wait for the weights; of one, a source that is dropped takes fewer registers.
-  __device__ __forceinline__ bool is_nothing(int j) const {
-    return !(source[j] & ADDRESS) || (SOURCES > 1 && weight[j] == 0.0f);
-  }
+  __device__ __forceinline__ bool is_nothing(int j) const { return !(source[j] & ADDRESS); }
 
   __device__ __forceinline__ Stretch from(int j) const { return Stretch(source[j], target.size); }
 
@@ -58,7 +44,7 @@ struct Fold {
     u32 either = 0, both = DTYPE_MASK;
 #pragma unroll
     for (int j = 0; j < SOURCES; ++j) {
-      if (!(source[j] & ADDRESS)) continue;
+      if (is_nothing(j)) continue;
       const u32 dtype = aligned_dtype(from(j));
       either |= dtype, both &= dtype;
     }
@@ -70,11 +56,11 @@ struct Fold {
   __device__ __forceinline__ Values unit(i64 first) const {
     Bits sum, bits[SOURCES];
 #pragma unroll
-    for (int k = 0; k < UNIT; ++k) sum.word[k] = __float_as_uint(NOTHING);
+    for (int k = 0; k < UNIT; ++k) sum.word[k] = 0;
     if (!overwrite) sum = load_as<FLOAT32>(target, first);
 #pragma unroll
     for (int j = 0; j < SOURCES; ++j)  // all loads before the first use of one
-      if (source[j] & ADDRESS) bits[j] = load_as<DTYPE>(from(j), first);
+      if (!is_nothing(j)) bits[j] = load_as<DTYPE>(from(j), first);
     Values total = widened_from<FLOAT32>(sum);
     bool is_first = overwrite;
 #pragma unroll
@@ -103,7 +89,7 @@ struct Fold {
   }
 
   __device__ __forceinline__ float one(i64 index) const {
-    float total = overwrite ? NOTHING : load_one(target, index);
+    float total = overwrite ? 0.0f : load_one(target, index);
     bool is_first = overwrite;
     for (int j = 0; j < SOURCES; ++j) {
       if (is_nothing(j)) continue;
@@ -120,7 +106,7 @@ struct Fold {
 // One that is to be overwritten and has no source becomes zero, where there is one row.
 template <int SOURCES>
 __device__ __forceinline__ void accumulate(const Row* rows, const Target* targets, u32 entries, i64 chunk,
-                                           double* squares, u32* non_finite, const u64* address, const u64* weight) {
+                                           double* squares, u32* non_finite, const u64* address, const float* weight) {
   const Row row = rows[blockIdx.x];
   const Target component = targets[row.entry];
   Fold<SOURCES> fold = {Stretch(component.address & ADDRESS, component.size)};
@@ -130,9 +116,8 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
 #pragma unroll
   for (int j = 0; j < SOURCES; ++j) {
     fold.source[j] = address[j * entries + row.entry];
-    any |= (fold.source[j] & ADDRESS) != 0;
-    fold.weight[j] = weight_of(weight[j]);
-    if (SOURCES == 1 && fold.weight[j] == 0.0f) fold.source[j] = 0;
+    fold.weight[j] = weight[j];
+    any |= !fold.is_nothing(j);
   }
   const bool is_zeroed = SOURCES == 1 && fold.overwrite && !any;
   if (!any && !is_zeroed) return;
@@ -168,11 +153,11 @@ __device__ __forceinline__ void accumulate(const Row* rows, const Target* target
 template <int CAPACITY, int SOURCES>
 struct Sources {
   u64 address[CAPACITY];
-  u64 weight[SOURCES];
+  float weight[SOURCES];
 };
 template <int SOURCES>
 struct Weights {
-  u64 weight[SOURCES];
+  float weight[SOURCES];
 };
 
 // Registers for 3 thread blocks on a multiprocessor with four sources: 120 KB of fp32 loads are under way. With one the

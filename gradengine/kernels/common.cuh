@@ -7,7 +7,6 @@
 // An address as the launcher packs it: the upper byte, which no device address reaches, says how to read what is there.
 enum : u64 { ADDRESS = 0x00ffffffffffffffull, OVERWRITE = 1ull << 60 };
 enum : u32 { DTYPE_SHIFT = 56, DTYPE_MASK = 15 };
-enum : u64 { IN_MEMORY = 1ull << 63 };  // of a weight: it is the address of an fp32; else its bits
 
 struct Target {  // one component; address 0: the launch says where it lies
   u64 address;

@@ -13,24 +13,21 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
-from gradengine.kernels.decision import ClipPlan, Decision, Float64
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.launch import Entry, Launches, Table, chunk_for
 from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
 from gradengine.kernels.operands import (
     OVERWRITE,
     Destinations,
-    DeviceWeight,
     FoldPass,
     SlotSet,
-    Weight,
     producers_of,
     tagged,
 )
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
-from gradengine.kernels.weights import DeviceWeights
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
@@ -90,7 +87,7 @@ class CudaKernels(Kernels):
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         rows = fold.addresses(columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
-            weights: list[Weight] = list(fold.weights[first : first + columns])
+            weights = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
             with arena.in_order():
                 self._launches.over(table, f"accumulate_{columns}", arguments, addresses, weights)
@@ -128,8 +125,7 @@ class CudaKernels(Kernels):
         *,
         zero_if_bad: bool,
         step: int = 0,
-        weight: DeviceWeight | None = None,
-        is_mean: bool = True,
+        weight: Scalar = None,
         loss_scale: LossScale | None = None,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
@@ -151,8 +147,7 @@ class CudaKernels(Kernels):
             memory.max_norms,
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
-            _NULL if weight is None else weight.memory,  # which begins with the window's
-            np.uint32(weight is not None and is_mean),
+            _NULL if weight is None else weight,
             *_scaling(loss_scale),
             np.uint32(zero_if_bad),
             np.uint64(step),
@@ -223,9 +218,6 @@ class CudaKernels(Kernels):
         self.measure(arena)
         status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).memory.read()
         return (status.bad_index, status.bad_value) if status.is_bad else None
-
-    def weights(self, arena: Arena) -> DeviceWeights:
-        return DeviceWeights(self.device, _of_device(arena).order, self._launches.weigh)
 
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> DeviceLossScale:
         return DeviceLossScale(self.device, _of_device(arena).order, rule)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer, RawBuffer
-from gradengine.arrays.device import DeviceNumber, device_buffer, device_number, device_of, exporting_stream
+from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
@@ -61,15 +61,6 @@ class CudaDevice(CudaRuntime):
                     behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
         return views
-
-    def number(self, source: object, what: str) -> DeviceNumber | None:
-        """A number in a caller's array on this device; None of what the host can read, or refuses, by itself."""
-        if isinstance(source, (int, float, np.generic, np.ndarray)) or device_of(source) == "cpu":
-            return None
-        with self.active():
-            current = self.current_stream()
-            stream = -1 if current.is_capturing() else int(current.ptr) or 1
-            return device_number(source, what, self.name, self.xp.ndarray, stream)
 
     def wait_for(self, producers: Iterable[ProducerStream]) -> None:
         """See `Device.wait_for`. While a graph is recorded nothing is ordered: the graph is, when it runs."""

@@ -84,7 +84,6 @@ class Decision:
     inverse: Scalar  # 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0
     skipped: Scalar  # whether zeros are handed back
     bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
-    weight: Scalar = field(default=None, kw_only=True)  # the window's, where only the device knows it
     loss_scale: Scalar = field(default=None, kw_only=True)  # that it was decided with, where the device has it
 
     @property

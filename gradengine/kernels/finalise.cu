@@ -11,16 +11,15 @@ enum { FINALISE_THREADS = 512, WARPS = FINALISE_THREADS / 32 };
 
 struct StepStatus {         // as kernels/status.py reads it
   double norm;           // global, of the averaged gradient, before clipping
-  double weight;         // of the window, where it lies in device memory
   u64 steps;             // which step this verdict is of, from 1 on
   u64 bad_step;          // the last of them that was not finite, or 0; what follows stays until there is another
   u64 bad_steps;         // how many there were
   i64 bad_component;     // the first component that is not finite
   i64 bad_index;         // its first such element, or -1 where the launch may not look into the memory
   u64 non_finite;        // elements of the whole set that are not finite
-  u64 bad_weight_step;   // the last step whose weight made no divisor, or 0
+  u64 bad_weight_step;   // the last step that had no divisor, or 0
   u64 bad_weights;       // how many there were
-  double bad_weight;     // that weight
+  double bad_weight;     // what it was to be, but for a dynamic loss scale
   float bad_value;
   float scale;           // clip scale, the smallest of all groups
   float factor;          // what the sum is multiplied by (in the first group): a normal number, or 0
@@ -40,7 +39,7 @@ struct Rule {  // torch's, for a scale in fp32 that grows to 2**64 at most
 };
 
 struct Divisor {  // what the sum is divided by
-  double value, weight;
+  double value, told;
   bool is_bad;
 };
 
@@ -215,22 +214,20 @@ __device__ __forceinline__ void blame(const Target* targets, u32 components, u64
   verdict->bad_value = index == NONE ? 0.0f : load_one(Stretch(targets[bad].address, targets[bad].size), (i64)index);
 }
 
-__device__ __forceinline__ void blame_weight(double weight, StepStatus* verdict) {
+__device__ __forceinline__ void blame_weight(double told, StepStatus* verdict) {
   verdict->bad_weights += verdict->bad_weight_step != verdict->steps;  // once, as above
   verdict->bad_weight_step = verdict->steps;
-  verdict->bad_weight = weight;
+  verdict->bad_weight = told;
 }
 
-// Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is
-// the window's, where the host does not know it, and `is_mean`: it is part of that; 0 makes no divisor of a sum either.
-// `scaling` is a dynamic loss scale.
-__device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, bool is_mean,
-                                                   const Scaling* scaling) {
-  const double total = weight ? *weight : 1.0;
+// Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is a
+// factor of it that the host does not know, `scaling` a dynamic loss scale.
+__device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, const Scaling* scaling) {
   double value = scaling ? widen(scaling->scale) * by_value : by_value;
-  if (is_mean) value *= total;
-  const bool is_good = value >= 0x1p-126 && value <= 0x1p126 && total > 0.0;
-  return is_good ? Divisor{value, total, false} : Divisor{INFINITE, total, true};
+  if (weight) value *= *weight;
+  const double told = weight ? *weight : by_value;  // by its bits a NaN says what is wrong
+  const bool is_good = value >= 0x1p-126 && value <= 0x1p126;
+  return is_good ? Divisor{value, told, false} : Divisor{INFINITE, told, true};
 }
 
 __device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool is_finite) {
@@ -246,7 +243,7 @@ __device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool 
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
-             const double* max_norms, double max_norm, double divisor, const double* weight, u32 is_mean,
+             const double* max_norms, double max_norm, double divisor, const double* weight,
              Scaling* scaling, double growth, double backoff, u32 interval, u32 zero_if_bad, u64 step, double* totals,
              u64* counts, double* component_norms, double* norms, double* scales, float* factors,
              StepStatus* verdict) {
@@ -254,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   __shared__ Divisor by;  // no register of each thread, which would have fewer loads under way
   if (threadIdx.x == 0) {
     verdict->loss_scale = scaling ? scaling->scale : 0.0f;
-    by = Divisor{divisor, 1.0, false};  // which the host has looked at
-    if (weight || scaling) by = divisor_of(divisor, weight, is_mean, scaling);
+    by = Divisor{divisor, divisor, false};  // which the host has looked at
+    if (weight || scaling) by = divisor_of(divisor, weight, scaling);
   }
   __syncthreads();
   const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, by, totals, counts,
@@ -268,13 +265,12 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   double scale = 1.0;
   for (u32 g = 0; g < groups; ++g) scale = scales[g] < scale ? scales[g] : scale;
   verdict->norm = norms[0];
-  verdict->weight = by.weight;
   verdict->steps = step ? step : verdict->steps + 1;  // a graph that is replayed counts by itself
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
   verdict->inverse = narrow(by.value / scales[0]);
   verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) ? 1.0f : 0.0f;
   if (scaling && !by.is_bad) follow(scaling, Rule{growth, backoff, interval}, bad == NONE);
-  if (by.is_bad) blame_weight(by.weight, verdict);
+  if (by.is_bad) blame_weight(by.told, verdict);
   else if (bad != NONE) blame(targets, components, bad, index, counts, verdict);
 }

@@ -19,13 +19,13 @@ from gradengine.arguments import whole_number
 from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
-from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide
 from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.loss_scale import DynamicLossScale, HostLossScale, LossScale
-from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
 from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
@@ -191,8 +191,7 @@ class HostKernels(Kernels):
         *,
         zero_if_bad: bool,
         step: int = 0,
-        weight: DeviceWeight | None = None,
-        is_mean: bool = True,
+        weight: Scalar = None,
         loss_scale: LossScale | None = None,
     ) -> Decision:
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
@@ -267,9 +266,6 @@ class HostKernels(Kernels):
             if found is not None:
                 return start + found[0], found[1]
         return None
-
-    def weights(self, arena: Arena) -> None:
-        """See `Kernels.weights`: the host reads each."""
 
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> HostLossScale:
         return HostLossScale(rule)

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, PartialSums
-from gradengine.kernels.decision import ClipPlan, Decision, Float64
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.device import Device
 from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
-from gradengine.kernels.operands import Destinations, DeviceWeight, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
 from gradengine.kernels.status import StatusReadback
-from gradengine.kernels.weights import DeviceWeights
 
 
 class Kernels(ABC):
@@ -75,8 +74,7 @@ class Kernels(ABC):
         *,
         zero_if_bad: bool,
         step: int = 0,
-        weight: DeviceWeight | None = None,
-        is_mean: bool = True,
+        weight: Scalar = None,
         loss_scale: LossScale | None = None,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and which targets are not finite.
@@ -87,8 +85,8 @@ class Kernels(ABC):
             divisor: The number by which the sum is divided to make the average.
             zero_if_bad: Whether zeros are to be handed back if anything is not finite.
             step: The number of the verdict's step, counted from 1; 0 means the one after the last.
-            weight: On a GPU the window's last weight, if the host does not know its sum. The divisor is multiplied by
-                that sum if the average `is_mean`. A bad sum gives zeros, and a verdict of its own.
+            weight: On a GPU an fp64 number there that the divisor is multiplied by. A product that is no divisor gives
+                zeros, and a verdict of its own.
             loss_scale: On a GPU a loss scale that the divisor is multiplied by, and that the verdict changes.
         """
 
@@ -119,10 +117,6 @@ class Kernels(ABC):
     @abstractmethod
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """Index and value of the first NaN or Inf, or None; on a GPU this waits."""
-
-    @abstractmethod
-    def weights(self, arena: Arena) -> DeviceWeights | None:
-        """A place for weights that only the device knows; None on the host, which reads each weight."""
 
     @abstractmethod
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> LossScale:

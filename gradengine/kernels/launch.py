@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.cuda_runtime import CudaRuntime
-from gradengine.kernels.operands import DeviceWeight, Weight
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
@@ -45,9 +44,8 @@ _FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant fo
     "finalise": ("finalise",),
     "tally": ("tally",),
     "hand_back": ("hand_back",),
-    "weigh": ("weigh",),
 }
-_SINGLE = {"finalise", "tally", "weigh"}  # which take no addresses by value
+_SINGLE = {"finalise", "tally"}  # which take no addresses by value
 
 
 def chunk_for(size: int) -> int:
@@ -141,7 +139,7 @@ def _rows_of(entries: Sequence[Entry], chunk: int) -> npt.NDArray[Any]:
 
 
 def by_value(
-    addresses: npt.NDArray[np.uint64], weights: Sequence[Weight] = (), capacities: Mapping[str, int] = CAPACITIES
+    addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32] = (), capacities: Mapping[str, int] = CAPACITIES
 ) -> tuple[str, Any] | None:
     """An argument that holds flat addresses (and weights), with the name of the kernel's variant that takes it.
 
@@ -152,7 +150,7 @@ def by_value(
             argument = np.zeros(1, _argument_type(capacity, len(weights)))
             argument["address"][0, : addresses.size] = addresses
             if weights:
-                argument["weight"][0, :] = packed(weights)
+                argument["weight"][0, :] = weights
             return size, argument
     return None
 
@@ -161,13 +159,8 @@ def by_value(
 def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
     fields: list[Any] = [("address", "<u8", (capacity,))]
     if weights:
-        fields.append(("weight", "<u8", (weights,)))
-    return np.dtype(fields)
-
-
-def packed(weights: Sequence[Weight]) -> list[int]:
-    """Weights as K1 takes them: the bits of each, or its address."""
-    return [w.packed if isinstance(w, DeviceWeight) else int(np.float32(w).view(np.uint32)) for w in weights]
+        fields.append(("weight", "<f4", (weights,)))
+    return np.dtype(fields, align=True)
 
 
 @final
@@ -203,7 +196,7 @@ class Launches:
         function: str,
         arguments: tuple[Any, ...],
         addresses: Addresses,
-        weights: Sequence[Weight] = (),
+        weights: Sequence[np.float32] = (),
     ) -> None:
         """Launch a kernel over a table's rows.
 
@@ -212,7 +205,6 @@ class Launches:
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        self._device.keep(*[weight.memory for weight in weights if isinstance(weight, DeviceWeight)])
         carried = by_value(addresses, weights, self._capacities)
         size, *rest = carried or self._by_memory(addresses, weights)
         self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
@@ -226,12 +218,8 @@ class Launches:
         """Launch the kernel that adds up what workers told each other: one thread."""
         self._run("tally", 1, 1, arguments)
 
-    def weigh(self, arguments: tuple[Any, ...]) -> None:
-        """Launch the kernel that copies a weight: one thread."""
-        self._run("weigh", 1, 1, arguments)
-
-    def _by_memory(self, addresses: Addresses, weights: Sequence[Weight]) -> tuple[Any, ...]:
-        carried = [np.array([(packed(weights),)], [("weight", "<u8", (len(weights),))])] if weights else []
+    def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:
+        carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
         return "table", *carried, self._device.sent(addresses)
 
     def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:

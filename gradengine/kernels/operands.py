@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from gradengine.threads import cached_property
 
 ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
 OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read
-IN_MEMORY = 1 << 63  # flag of a weight that is the address of one
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
 
@@ -138,40 +137,6 @@ class Contribution:
         return [view.data for view in self.views if view is not None]
 
 
-@final
-class DeviceWeight:
-    """A micro-batch's weight in a GPU's memory, with the window's weight up to it: struct Weight of weigh.cu.
-
-    Attributes:
-        given: The caller's array; or a number, after a weight of the window that is on the device.
-        memory: The copy.
-        producers: The producers on whose streams the caller's array is written.
-    """
-
-    NBYTES: ClassVar = 16
-
-    def __init__(self, given: object, memory: Any, producers: frozenset[ProducerStream] = frozenset()) -> None:
-        self.given, self.memory, self.producers = given, memory, producers
-
-    @property
-    def packed(self) -> int:
-        """The weight's address, as K1 takes it."""
-        return IN_MEMORY | (int(self.memory.data.ptr) + 8)
-
-    @property
-    def total(self) -> Any:
-        """The window's weight up to this one, a 0-d array."""
-        return self.memory[:8].view(np.float64).reshape(())
-
-    @property
-    def value(self) -> Any:
-        """The weight, a 0-d array."""
-        return self.memory[8:12].view(np.float32).reshape(())
-
-
-Weight: TypeAlias = np.float32 | DeviceWeight
-
-
 class Destinations(dict[int, Buffer]):
     """The buffers that targets are handed back to, by position.
 
@@ -188,7 +153,7 @@ class FoldPass:
     slots: SlotSet
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
-    weights: Sequence[Any]  # one for each: fp32, or on a GPU a `DeviceWeight`; exactly 1 multiplies nothing
+    weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:

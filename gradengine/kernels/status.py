@@ -20,7 +20,6 @@ from gradengine.kernels.streams import StreamOrder
 
 _FIELDS = [
     ("norm", "<f8"),
-    ("weight", "<f8"),
     ("steps", "<u8"),
     ("bad_step", "<u8"),
     ("bad_steps", "<u8"),
@@ -55,10 +54,9 @@ class StepStatus:
     bad_index: int  # its first such element; -1 if it was not searched for
     bad_value: float
     non_finite: int  # elements of the whole set
-    bad_weight_step: int = 0  # the last step whose weight made no divisor, so that zeros were handed back; or 0
+    bad_weight_step: int = 0  # the last step that had no divisor, so that zeros were handed back; or 0
     bad_weights: int = 0  # how many there were
-    bad_weight: float = 0.0  # the window's weight in that step; NaN where a micro-batch's was none
-    weight: float = 1.0  # of the window, where the device alone knew it; else 1
+    bad_weight: float = 0.0  # what the sum was to be divided by in that step, but for a dynamic loss scale
     loss_scale: float = 0.0  # of the step, where it is a dynamic one; else 0
 
     @property
@@ -136,7 +134,6 @@ class DecisionMemory:
             inverse=self.field("inverse"),
             skipped=self.field("skipped"),
             bad=None,
-            weight=self.field("weight"),
             loss_scale=self.field("loss_scale"),
             memory=self,
         )

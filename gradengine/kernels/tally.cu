@@ -19,7 +19,7 @@ __device__ __forceinline__ double not_a_number(u64 payload) {
 }
 
 // `told` has `words` of 8 bytes for each worker. Where something is wrong the divisor is NaN, and its payload says what:
-// a fault + FAULTS * rank; 0 where a weight was none.
+// a fault + FAULTS * rank.
 extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 workers, u32 words, double* sums) {
   if (threadIdx.x != 0) return;
   const Told& first = *reinterpret_cast<const Told*>(told);
@@ -33,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
     else if (one.settings != first.settings) found = OTHER_SETTINGS + (u64)FAULTS * rank;
   }
   if (!found && !(micro_batches > 0.0)) found = NO_MICRO_BATCH;
-  // The divisor of a sum is the number of workers: whether any weight was above 0 it does not show.
-  sums[0] = found || weight != weight ? not_a_number(found) : weight > 0.0 ? divisor : 0.0;
+  sums[0] = found ? not_a_number(found) : divisor;
   sums[1] = weight;
   sums[2] = micro_batches;
 }

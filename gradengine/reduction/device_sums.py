@@ -21,7 +21,7 @@ from gradengine.errors import PeerLost
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
-from gradengine.kernels import ClipPlan, Contribution, CudaKernels, DeviceWeight, FoldPass, SlotSet
+from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass, SlotSet
 from gradengine.kernels.decision import Scalar
 from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
@@ -78,7 +78,6 @@ class DeviceSums:
             self._make_told()
         self._behind: Any = None  # an event after the calls that the arena's other work is not ordered after
         self._failure: PeerLost | None = None
-        self._there: dict[int, Any] = {}  # by word of what is told: what the device knows of it
         self._is_under_way = False  # some of this step's calls were made, and not all
         self._queue(self._gather)  # so that NCCL comes up now, and not in the first step, or within a capture
         self._is_under_way = False
@@ -93,14 +92,13 @@ class DeviceSums:
         except PeerLost as fault:
             self._failure = fault
 
-    def finish(self, facts: Sequence[float | DeviceWeight], step: int, settings: Mapping[str, str]) -> None:
+    def finish(self, facts: Sequence[float], step: int, settings: Mapping[str, str]) -> None:
         """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
         Within the arena's order.
 
         Args:
-            facts: This rank's part of what the sum is divided by, its weight, and its micro-batches: as numbers, or
-                the window's last weight where the device adds these up.
+            facts: This rank's part of what the sum is divided by, its weight, and its micro-batches.
             step: Its number, which all ranks must have alike.
             settings: What all ranks must have set alike.
 
@@ -109,9 +107,7 @@ class DeviceSums:
         """
         if self._failure is not None:
             raise self._failure
-        on_host = [0.0 if isinstance(fact, DeviceWeight) else fact for fact in facts]
-        self._words[: len(facts)].view(np.float64)[:] = on_host
-        self._there = {i: fact.total for i, fact in enumerate(facts) if isinstance(fact, DeviceWeight)}
+        self._words[: len(facts)].view(np.float64)[:] = facts
         self._words[_STEP] = step
         digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
         self._words[_STEP + 1] = int.from_bytes(digest[:8], "little", signed=True)
@@ -121,9 +117,9 @@ class DeviceSums:
         self._order()
 
     @property
-    def divisor(self) -> DeviceWeight:
+    def divisor(self) -> Scalar:
         """The number that the sum is divided by; NaN if the ranks are not in one step, or none has a micro-batch."""
-        return DeviceWeight(None, self._sums.view(np.uint8))
+        return self._sums[:1].reshape(())
 
     @property
     def weight(self) -> Scalar:
@@ -230,8 +226,6 @@ class DeviceSums:
     def _tell(self) -> None:
         device = self._device
         device.copied_into(self._mine, self._words)
-        for word, fact in self._there.items():
-            device.copy_within(self._mine[word : word + 1], fact)
         if device.is_capturing():  # a graph that is replayed counts by itself
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("steps"))
         self._gather()

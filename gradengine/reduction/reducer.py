@@ -20,7 +20,7 @@ from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFinit
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.environment import warn_of_other_ranks
 from gradengine.exchange.linked import Exchange, Kept, Seconds
-from gradengine.kernels import ClipPlan, Decision, DeviceWeight, Float64
+from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
@@ -207,13 +207,10 @@ class Reducer:
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
-        """The number by which the sum over all workers is divided, apart from a weight that only the device knows.
-
-        NaN where a weight was bad, and 0 where all were 0, also of a sum.
-        """
-        if self.on_device is not None or isinstance(stats.weight, DeviceWeight):
+        """The number by which the sum over all workers is divided; 1 where only the device knows it."""
+        if self.on_device is not None:
             return 1.0
-        if self._average == "sum" and stats.weight > 0:
+        if self._average == "sum":
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
@@ -334,7 +331,7 @@ class Reducer:
     def _agree_on_device(self, sums: DeviceSums) -> StepStats:
         accumulator = self._accumulator
         self.start(self._layout.spans)
-        count, weight = accumulator.accumulated_count, accumulator.weight
+        count, weight = accumulator.accumulated_count, accumulator.total_weight
         part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
         with accumulator.changing():
             sums.finish((part, weight, count), self.step, self._told)
@@ -381,9 +378,9 @@ class Reducer:
     def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
         accumulator = self._accumulator
         count, place = accumulator.accumulated_count, self._place if settings else ""
-        weight = accumulator.total_weight if settings else accumulator.weight  # alone nobody is told
-        there, workers = weight if isinstance(weight, DeviceWeight) else None, min(count, 1)
-        return StepStats(weight, count, totals, accumulator.unused, settings, place, workers, there)
+        return StepStats(
+            accumulator.total_weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1)
+        )
 
     def _to_mean(self, span: Span) -> None:
         """If workers' means are averaged, turn the span's sum into this worker's mean, only once in a step."""

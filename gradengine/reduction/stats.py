@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from gradengine.accumulate.window import ordered_sum
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.kernels import DeviceWeight, Float64
+from gradengine.kernels import Float64
+from gradengine.kernels.decision import Scalar
 from gradengine.reduction.all_reduce import AllReduce
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -24,14 +25,14 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 class StepStats:
     """One worker's part of a window, or all workers' together."""
 
-    weight: Any  # a float; on a GPU perhaps a `DeviceWeight`, or of ranks that sum there an array, as `micro_batches`
-    micro_batches: Any
+    weight: Scalar  # a float, or of ranks that sum on their GPUs an array there, as `micro_batches`
+    micro_batches: Scalar
     totals: Float64  # squared sum of each component
     unused: Flags
     settings: Mapping[str, str] = field(default_factory=dict)  # those that must be the same on all workers
     place: str = ""  # the tag of the step
     workers: int = 1  # workers that had a micro-batch
-    on_device: DeviceWeight | None = None  # the part of the divisor that only the device knows
+    on_device: Scalar = None  # the part of the divisor that only the device knows
     ask_device: Callable[[], Flags] | None = None  # tells what no rank used, where `unused` is this rank's own
 
     def unused_by_all(self) -> Flags:
@@ -93,8 +94,7 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
         stats = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
     except (ValueError, TypeError, OverflowError) as fault:
         raise ProtocolError(f"rank {rank}'s stats cannot be read ({fault})") from None
-    # 0 and NaN can be what a GPU's memory held: the step is refused by all, behind this.
-    is_weighed = not (stats.weight < 0 or stats.weight == np.inf) if count > 0 else (stats.weight, count) == (0, 0)
+    is_weighed = 0 < stats.weight < np.inf if count > 0 else (stats.weight, count) == (0, 0)
     if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
         raise ProtocolError(
             f"rank {rank}'s stats are invalid",
