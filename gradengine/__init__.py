@@ -4,7 +4,6 @@ Gradients are read in place and accumulated in fp32 over micro-batches, summed o
 clipped by their global norm, averaged and handed back. `GradientEngine` is the whole step; its parts work alone too.
 """
 
-import os
 import sys
 
 try:
@@ -20,7 +19,6 @@ try:
         init_lora_fused_clip,
     )
     from gradengine.engine import GradientEngine
-    from gradengine.engine.calls import log_calls, mark_calls
     from gradengine.engine.result import StepResult
     from gradengine.engine.trainer import DistributedTrainer, shard_batches
     from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
@@ -78,6 +76,3 @@ __all__ = [
     "local_group",
     "shard_batches",
 ]
-
-log_calls(globals(), os.environ)
-mark_calls(os.environ)

@@ -34,8 +34,8 @@ exchange.frontiers exchange.transfers exchange.ordered_all_reduce exchange.gathe
 exchange.server exchange.pump exchange.linked exchange
 reduction.all_gather reduction.all_reduce reduction.stats reduction.device_sums
 reduction.tensor_parallel_group reduction.reducer reduction
-engine.result engine.settings engine.loss_scaling engine.checkpoint engine.capture
-engine.micro_batch engine.engine engine engine.trainer engine.calls
+engine.ranges engine.result engine.settings engine.loss_scaling engine.checkpoint engine.capture
+engine.micro_batch engine.engine engine engine.trainer
 """
 ORDER = [*_ORDER.split(), ""]  # the package itself comes last
 STEP = [room for room in ORDER if not room.startswith("exchange")]

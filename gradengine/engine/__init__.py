@@ -3,7 +3,8 @@
 In: gradients of each micro-batch. Out: a `StepResult` with the averaged and clipped gradients. `engine.py` has the
 calls `add` and `step`, `settings.py` what an engine is made with, `micro_batch.py` gradients that come one by one,
 `result.py` what a step answers, `capture.py` a CUDA graph of a window, `checkpoint.py` an open window
-on disk, and `trainer.py` a loop around it all. Imports `reduction`, `exchange` and `accumulate`.
+on disk, `ranges.py` a profiler's ranges, and `trainer.py` a loop around it all. Imports `reduction`, `exchange` and
+`accumulate`.
 """
 
 from gradengine.engine.engine import GradientEngine

@@ -14,11 +14,14 @@ from gradengine.accumulate.state import Call, State
 from gradengine.arguments import truth_value
 from gradengine.arrays.buffer import RawBuffer, freed, refuse_freed
 from gradengine.arrays.streams import ProducerStream
+from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer, whole
+
+_REPLAY = nvtx_range("gradengine.replay")
 
 
 @final
@@ -96,7 +99,8 @@ class CapturedWindow(Fixed):
         if truth_value("check", check):
             for arrays in self._arrays:
                 arrays.refuse_moved()
-        self._result = self._run(self._graph, self._result)
+        with _REPLAY:
+            self._result = self._run(self._graph, self._result)
         return self._observers.shown(self._result)
 
     @whole

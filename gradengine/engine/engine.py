@@ -19,21 +19,22 @@ from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_
 from gradengine.engine.checkpoint import Checkpoint, checkpoint_of, saved_state
 from gradengine.engine.loss_scaling import LossScaling
 from gradengine.engine.micro_batch import MicroBatch
+from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
 from gradengine.exchange.linked import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for
-from gradengine.kernels.decision import refuse_bad_divisor
+from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
-from gradengine.layout import GradientLayout, refuse_no_layout
-from gradengine.layout.slots import Span
+from gradengine.layout import GradientLayout, Span, refuse_no_layout
 from gradengine.reduction.reducer import DecidedStep, Reducer, whole
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+
+_ADD, _STEP = nvtx_range("gradengine.add"), nvtx_range("gradengine.step")
 
 
 @final
@@ -213,18 +214,19 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             WindowError: A bad weight, None for all components (as after a `zero_grad()` that was called too early), a
                 full window, or an earlier step that failed or is broken.
         """
-        self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
-        is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
-        if gradients is None:
-            if weight_as_float(weight) != 0:
-                raise weighs_nothing(weight)
-            self.accumulator.add_nothing()
-            return
-        self.accumulator.add(gradients, weight, measure=is_last and self._reducer.workers.is_alone)
-        if self._captures:
-            self._captures[0].window.keep(self.layout.slots, gradients)
-        if is_last and self.accumulator.is_even:
-            self._reducer.start(self.layout.spans)
+        with _ADD:
+            self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
+            is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
+            if gradients is None:
+                if weight_as_float(weight) != 0:
+                    raise weighs_nothing(weight)
+                self.accumulator.add_nothing()
+                return
+            self.accumulator.add(gradients, weight, measure=is_last and self._reducer.workers.is_alone)
+            if self._captures:
+                self._captures[0].window.keep(self.layout.slots, gradients)
+            if is_last and self.accumulator.is_even:
+                self._reducer.start(self.layout.spans)
 
     @whole
     def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
@@ -322,7 +324,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
-        result = self._step(out, truth_value("deferred", deferred), loss_scale, partial)
+        with _STEP:
+            result = self._step(out, truth_value("deferred", deferred), loss_scale, partial)
         return result if self._captures else self._observers.shown(result)
 
     @whole

@@ -4,10 +4,7 @@ The only room that imports torch, and not imported by any other: `from gradengin
 engine's work waits for torch's current stream, and that stream for the engine's.
 """
 
-import os
-
 from gradengine.engine import GradientEngine
-from gradengine.engine.calls import log_calls
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.torch.attached import Attached, attach
 from gradengine.torch.clipping import clip_grad_norm_
@@ -28,4 +25,3 @@ __all__ = [
 ]
 
 leave_untraced(globals(), [Attached, GradientEngine, MicroBatch])
-log_calls(globals(), os.environ, [Attached])
