@@ -1,16 +1,11 @@
-"""What arrays and pointers become: parts, overlaps, and owners that are gone."""
-
-import mmap
-import weakref
-from multiprocessing import shared_memory
-from types import SimpleNamespace
+"""What arrays and pointers become: parts and overlaps."""
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradengine.arrays.buffer import Buffer, RawBuffer, freed, overlapping, refuse_read_only
+from gradengine.arrays.buffer import Buffer, RawBuffer, overlapping, refuse_read_only
 from gradengine.arrays.host import host_buffer
 from gradengine.arrays.streams import NamedStream
 from gradengine.errors import BufferRefused
@@ -61,78 +56,6 @@ class TestOverlap:
         halves = memory.view(np.float16)
         assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:5], "b")]) == (0, 1)
         assert overlapping([host_buffer(memory[2:], "a"), host_buffer(halves[:4], "b")]) is None
-
-
-class Deleted:
-    """What a JAX array says when its buffer was donated."""
-
-    def is_deleted(self):
-        return True
-
-
-class Odd:
-    @property
-    def closed(self):
-        raise ValueError("odd")
-
-
-def released():
-    view = memoryview(bytearray(8))
-    view.release()
-    return view
-
-
-def closed(memory):
-    memory.close()
-    if hasattr(memory, "unlink"):
-        memory.unlink()
-    return memory
-
-
-def new_shared_memory():
-    return shared_memory.SharedMemory(create=True, size=64)
-
-
-DELETED = Deleted()
-FREED = [
-    (lambda: weakref.ref(np.zeros(2)), "a weak reference to nothing"),
-    (lambda: weakref.proxy(Deleted()), "a weak reference to nothing"),
-    (lambda: weakref.ref(DELETED), "a Deleted that is deleted"),
-    (lambda: closed(new_shared_memory()), "a SharedMemory that is closed"),
-    (lambda: closed(mmap.mmap(-1, 4096)), "a mmap that is closed"),
-    (released, "a memoryview that is released"),
-    (Deleted, "a Deleted that is deleted"),
-    (Odd, r"a Odd that cannot say whether it is \(ValueError: odd\)"),
-]
-
-
-class TestOwners:
-    @pytest.mark.parametrize(("owner", "how"), FREED)
-    def test_that_are_gone_are_refused_by_name(self, owner, how):
-        raw = RawBuffer(np.zeros(2, np.float32).ctypes.data, 2, "float32", owner=owner())
-        with pytest.raises(BufferRefused, match=f"component 'w' is in memory that its owner has freed: got {how}"):
-            host_buffer(raw, "w")
-
-    @pytest.mark.parametrize(
-        "owner", [None, np.zeros(2), SimpleNamespace(buf=None), mmap.mmap(-1, 4096), memoryview(b"ab"), "closed", 3]
-    )
-    def test_others_are_alive(self, owner):
-        assert freed(owner) is None
-
-    def test_shared_memory_that_is_open_is_alive(self):
-        memory = new_shared_memory()
-        try:
-            assert freed(memory) is None
-        finally:
-            closed(memory)
-
-    def test_one_that_goes_is_noticed_the_next_time(self):
-        array = np.ones(2, np.float32)
-        raw = RawBuffer(array.ctypes.data, 2, "float32", owner=weakref.ref(array))
-        assert host_buffer(raw, "w").data.tolist() == [1, 1]
-        del array
-        with pytest.raises(BufferRefused, match="a weak reference to nothing"):
-            host_buffer(raw, "w")
 
 
 def test_a_destination_that_requires_grad():

@@ -19,7 +19,6 @@ from devices import (
     on_host,
     operations_of,
     put_all,
-    raw,
     synchronize,
 )
 from hypothesis import given, settings
@@ -299,23 +298,6 @@ class TestMoved:
             array.array = first
         assert engine.current_step == 0
         assert graph.replay().step == 0
-
-    @pytest.mark.parametrize("what", ["gradients", "destinations"])
-    def test_a_pointer_whose_owner_was_freed(self, device, what):
-        class Owner:
-            pass
-
-        engine, arrays, owner = new_engine(device), arrays_of(device, 0), Owner()
-        memory = arrays_of(device, 1)
-        pointers = [raw(device.kernels.device.view(array, "w"), owner=weakref.ref(owner)) for array in memory]
-        options = {"out": [None, *pointers[1:]]} if what == "destinations" else {}
-        graph = captured_window(engine, [arrays if options else [arrays[0], *pointers[1:]]], **options)
-        graph.replay()
-        del owner
-        gc.collect()
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'layers.1.w' .*freed"):
-            graph.replay()
-        assert engine.current_step == 1
 
     def test_addresses_by_every_way_a_framework_has(self, device):
         array = arrays_of(device, 0)[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -41,8 +40,7 @@ class RawBuffer:
         size: Elements.
         dtype: "float32", "float16" or "bfloat16"; a NumPy or torch dtype of that name will do.
         device: "cpu", or a GPU's: "cuda:0".
-        owner: The object that must stay alive while the memory is in use. If it can tell that its memory was freed (a
-            weak reference, a closed map or shared memory), each call that reads or writes asks it.
+        owner: The object whose life is the memory's, kept alive for as long as the buffer is.
         writable: False for read-only memory.
         stream: Handle of the CUDA stream on which the memory is produced: our work waits for all that is queued on that
             stream, and its later work waits for ours. 0 and 1 are the default stream; None orders nothing. The stream
@@ -123,7 +121,6 @@ class Buffer:
 def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
     """A checked view of a raw pointer's memory, which must be on `device`; raises `BufferRefused`."""
     refuse_other_device(raw.device, component, (device,))
-    refuse_freed(raw.owner, component)
     return Buffer(raw.pointer, raw.size, raw.dtype, (raw.size,), raw.writable, raw.owner, device, producer=producer)
 
 
@@ -240,46 +237,4 @@ def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
     for (_, stop, before), (start, _, after) in itertools.pairwise(spans):
         if stop > start:
             return min(before, after), max(before, after)
-    return None
-
-
-# ---- owners of raw pointers ----
-
-
-def refuse_freed(owner: object, component: str) -> None:
-    """Raise `BufferRefused` if the owner of a pointer's memory says that the memory was freed."""
-    how = freed(owner)
-    if how:
-        raise BufferRefused(
-            f"component '{component}' is in memory that its owner has freed",
-            got=how,
-            expected="an owner that is alive",
-            do="keep the owner, and what it owns, until the step is over",
-        )
-
-
-def freed(owner: object) -> str | None:
-    """How an owner says that its memory was freed; None if it does not say so."""
-    try:
-        return _freed(owner)
-    except ReferenceError:
-        return "a weak reference to nothing"
-    except Exception as fault:  # noqa: BLE001  (an owner's own code, and its own errors)
-        return f"a {type(owner).__name__} that cannot say whether it is ({said(fault)})"
-
-
-def _freed(owner: object) -> str | None:
-    if isinstance(owner, weakref.ref):
-        return "a weak reference to nothing" if owner() is None else freed(owner())
-    if isinstance(owner, memoryview):
-        try:
-            owner.nbytes  # noqa: B018  (the only way to ask)
-        except ValueError:
-            return "a memoryview that is released"
-    is_deleted = getattr(owner, "is_deleted", None)  # JAX
-    if callable(is_deleted) and is_deleted() is True:
-        return f"a {type(owner).__name__} that is deleted"
-    has_no_buffer = type(owner).__name__ == "SharedMemory" and getattr(owner, "buf", None) is None
-    if has_no_buffer or getattr(owner, "closed", False) is True:  # files and memory maps say so
-        return f"a {type(owner).__name__} that is closed"
     return None

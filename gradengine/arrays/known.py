@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arrays.buffer import RawBuffer, freed
+from gradengine.arrays.buffer import RawBuffer
 from gradengine.arrays.frameworks import is_torch
 
 Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
@@ -108,13 +108,11 @@ def read_cupy(sources: Sequence[Any]) -> list[Any]:
 
 def read_each(sources: Sequence[Any]) -> list[Any]:
     """The address of each array of a mixed list; None for kinds whose memory cannot move."""
-    return [
-        read_torch([s])[0] if is_torch(s) else _read_raw([s])[0] if isinstance(s, RawBuffer) else None for s in sources
-    ]
+    return [read_torch([s])[0] if is_torch(s) else None for s in sources]
 
 
 def _read_raw(sources: Sequence[Any]) -> list[Any]:
-    return [None if s is None else (s.pointer, freed(s.owner)) for s in sources]
+    return [None if s is None else s.pointer for s in sources]
 
 
 def read_torch(sources: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import Call, State
 from gradengine.arguments import truth_value
-from gradengine.arrays.buffer import RawBuffer, freed, refuse_freed
+from gradengine.arrays.buffer import RawBuffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
@@ -33,16 +33,13 @@ class _Arrays(NamedTuple):
     addresses: Sequence[int]
 
     def refuse_moved(self) -> None:
-        """Raise `BufferRefused` if an array is at another address now, or was freed."""
+        """Raise `BufferRefused` if an array is at another address now."""
         now = addresses_of(self.arrays)
         if now == self.addresses:
             return
         position = next(i for i, pair in enumerate(zip(now, self.addresses, strict=True)) if len(set(pair)) == 2)
-        name, array = self.names[position], self.arrays[position]
-        if isinstance(array, RawBuffer):
-            refuse_freed(array.owner, name)
         raise BufferRefused(
-            f"component '{name}' is not at the address that the window was captured with",
+            f"component '{self.names[position]}' is not at the address that the window was captured with",
             got=f"address {now[position]:#x}",
             expected=f"{self.addresses[position]:#x}",
             do="keep the same buffers, or capture() the window anew",
@@ -230,7 +227,7 @@ def _located(slots: Sequence[Slot], arrays: Sequence[Any]) -> _Arrays:
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """Each array's address now, by the fastest way that its framework has; 0 if it has none, or its memory was freed.
+    """Each array's address now, by the fastest way that its framework has; 0 if it has none.
 
     It takes 0.1 us an array where all are of one framework, and 1 us where they are not.
     """
@@ -238,7 +235,7 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
     if len(kinds) != 1:
         return [addresses_of([array])[0] for array in arrays]
     if isinstance(arrays[0], RawBuffer):
-        return [0 if freed(array.owner) else array.pointer for array in arrays]
+        return [array.pointer for array in arrays]
     if hasattr(arrays[0], "data_ptr"):
         return [array.data_ptr() for array in arrays]
     if hasattr(getattr(arrays[0], "data", None), "ptr"):
