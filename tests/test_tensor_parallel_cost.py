@@ -44,19 +44,10 @@ class TestBandwidth:
         for text in texts:
             assert Bandwidth.parse(text).bytes_per_second == pytest.approx(bytes_per_second, rel=1e-15)
 
-    @pytest.mark.parametrize("text", ["10", " 10 ", "1.25", "1e9"])
-    def test_a_number_without_a_unit_is_refused_and_both_readings_are_named(self, text):
-        with pytest.raises(CallerError, match=r"without a unit.*differ by 8") as refusal:
-            Bandwidth.parse(text)
-        if float(text) == 10:
-            assert "10 Gbit/s is 1.25 GB/s, 10 GB/s is 80 Gbit/s" in str(refusal.value)
-
-    @pytest.mark.parametrize("unit", ["gb/s", "gbps", "GB/S", "gB/s", "mb/s", "kb/s", "bps", "b/s"])
-    def test_a_unit_that_may_mean_bits_or_bytes_is_refused(self, unit):
-        with pytest.raises(CallerError, match=r"bits or bytes.*differ by 8") as refusal:
+    @pytest.mark.parametrize("unit", ["", "gb/s", "gbps", "GB/S", "gB/s", "mb/s", "kb/s", "bps", "b/s"])
+    def test_no_unit_and_one_that_may_mean_bits_or_bytes_are_unknown(self, unit):
+        with pytest.raises(CallerError, match=r"unknown unit: got '8.*GB/s"):
             Bandwidth.parse(f"8 {unit}")
-        if unit == "mb/s":  # it speaks of the prefix that was written
-            assert "8 Mbit/s is 1 MB/s, 8 MB/s is 64 Mbit/s" in str(refusal.value)
 
     @pytest.mark.parametrize(
         "text",

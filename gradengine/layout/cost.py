@@ -16,14 +16,12 @@ _BITS_A_BYTE = 8
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)
 _PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _SYMBOLS = {"bit/s": _BITS_A_BYTE, "Bit/s": _BITS_A_BYTE, "B/s": 1, "Bps": 1}  # how many make a byte a second
-_UNITS = {  # bytes a second
+_UNITS = {  # bytes a second; "Gb/s" is bits, and "gb/s" unknown, as it may be meant for bytes
     f"{prefix}{infix}{symbol}": Fraction(base**power, bits)
     for prefix, power in _PREFIXES.items()
     for infix, base in (("", 1000), ("i", 1024))
     for symbol, bits in _SYMBOLS.items()
 } | {f"{prefix}{symbol}": Fraction(1000 ** _PREFIXES[prefix], 8) for prefix in "MGT" for symbol in ("b/s", "bps")}
-# "Gb/s" is bits; "gb/s" is ambiguous: with a small prefix, a small b may be meant for bytes.
-_AMBIGUOUS = re.compile(r"(?P<prefix>[kmgt]?)b(?:/s|ps)", re.IGNORECASE)
 _LONGEST_TEXT = 100
 _SAME = 1e-9  # relative difference of two notations of one bandwidth, whose digits may have been cut
 
@@ -78,14 +76,14 @@ class Bandwidth:
                 are bit/s, and b/s or bps after a capital M, G or T; bytes are B/s or Bps, with a capital B.
 
         Raises:
-            CallerError: No number, no unit, a unit that may mean bits or bytes, or a rate out of range.
+            CallerError: No number, no unit or an unknown one, or a rate out of range.
 
         Example:
             >>> Bandwidth.parse("900 MB/s").gigabytes_per_second
             0.9
             >>> Bandwidth.parse("10")
             Traceback (most recent call last):
-            gradengine.errors.CallerError: a bandwidth without a unit: got '10', expected '10 Gbit/s' or '10 GB/s'; ...
+            gradengine.errors.CallerError: a bandwidth has an unknown unit: got '10', expected a number with a unit ...
         """
         parts = text.split("=") if isinstance(text, str) and len(text) <= _LONGEST_TEXT else [text]
         first, *others = map(_parsed, parts)
@@ -228,23 +226,7 @@ def _parsed(text: object) -> Bandwidth:
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST_TEXT else None
     if found is None:
         raise CallerError("a bandwidth cannot be read", got=said(text), expected="text such as '10 Gbit/s'")
-    number, unit = found["number"], found["unit"]
-    if unit in _UNITS:
-        return Bandwidth(_rounded(Fraction(number) * _UNITS[unit]))
-    ambiguous = _AMBIGUOUS.fullmatch(unit)
-    if not unit:
-        raise _ambiguous_unit("a bandwidth without a unit", number, number, "G")
-    if ambiguous is not None:
-        raise _ambiguous_unit("a unit that may mean bits or bytes", found[0].strip(), number, ambiguous[1].upper())
-    raise CallerError("an unknown unit of bandwidth", got=repr(unit), expected="one such as Gbit/s, GB/s or GiB/s")
-
-
-def _ambiguous_unit(what: str, got: str, number: str, prefix: str) -> CallerError:
-    bits, whole, rate = f"{number} {prefix}bit/s", f"{number} {prefix}B/s", float(number)
-    return CallerError(
-        what,
-        got=repr(got),
-        expected=f"'{bits}' or '{whole}'",
-        do=f"they differ by 8: {bits} is {rate / _BITS_A_BYTE:g} {prefix}B/s, "
-        f"{whole} is {rate * _BITS_A_BYTE:g} {prefix}bit/s",
-    )
+    if found["unit"] not in _UNITS:
+        expected = "a number with a unit such as Gbit/s, GB/s or GiB/s"
+        raise CallerError("a bandwidth has an unknown unit", got=said(text), expected=expected)
+    return Bandwidth(_rounded(Fraction(found["number"]) * _UNITS[found["unit"]]))
