@@ -13,15 +13,14 @@ _HELP = """\
 The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.
 
 Ready to use:
-  gradengine doctor     installed packages, usable devices, and how to install what is missing
+  gradengine doctor     installed packages, usable devices, and what connect() would read and start
   gradengine --version  the version
 
 After pip install 'gradengine[cli]':
   gradengine demo       train a small Llama with several workers, and prove that they are right
   gradengine bench      time each part beside NumPy by hand and PyTorch
   gradengine plan       predict the memory and time of a training step
-  gradengine serve      serve one group of workers
-  gradengine env        what connect() reads from the environment\
+  gradengine serve      serve one group of workers\
 """
 
 _INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
@@ -61,8 +60,11 @@ def main() -> None:
 def _run(arguments: Sequence[str]) -> None:
     """Run the command line; where typer or rich is not installed, only the commands that need neither."""
     # Imported here, so that an interrupt is one line, and a package that is not installed can be named.
-    from gradengine.commands.doctor import doctor, show_version  # noqa: PLC0415
+    from gradengine import __version__  # noqa: PLC0415
+    from gradengine.commands.doctor import sections, show  # noqa: PLC0415
 
+    if arguments[:1] == ["env"]:
+        raise CallerError("there is no command 'env'", do="run `gradengine doctor`, which shows what connect() reads")
     try:
         from gradengine.commands.cli import app  # noqa: PLC0415
     except ModuleNotFoundError as fault:
@@ -70,9 +72,9 @@ def _run(arguments: Sequence[str]) -> None:
             raise
         match list(arguments):
             case ["doctor"]:
-                doctor()
+                show(sections())
             case ["--version"]:
-                show_version()
+                print(__version__)
             case [] | ["-h"] | ["--help"]:
                 print(_HELP)
             case _:

@@ -202,6 +202,11 @@ def test_a_mistake_is_one_line_that_names_it(monkeypatch, capsys, tmp_path):
         assert named in error
 
 
+def test_env_is_a_part_of_doctor(monkeypatch, capsys):
+    code, error = fails(monkeypatch, capsys, "env", "--json", "-")
+    assert (code, "run `gradengine doctor`" in error) == (2, True)
+
+
 def test_a_port_in_use_is_said_so(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -215,10 +220,6 @@ def test_a_full_disk_behind_stdout_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         done = run([*PYTHON, "plan", "--model", "350m", "--bandwidth", "10Gbit/s"], tmp_path, stdout=full)
     assert (done.returncode, done.stderr) == (1, "gradengine: cannot write to stdout: No space left on device\n")
-
-
-def run_without(packages, *arguments, cwd):
-    return run([sys.executable, "-c", _without(packages, [arguments])], cwd)
 
 
 def _without(packages, cases):
@@ -274,7 +275,7 @@ def test_every_command_has_help_and_flags_show_no_value_that_they_would_take():
         assert done.exit_code == 0
         return done.output
 
-    commands = ("demo", "bench", "bench gpu", "plan", "serve", "env", "doctor")
+    commands = ("demo", "bench", "bench gpu", "plan", "serve", "doctor")
     helps = {command: shown(*command.split(), "--help") for command in commands}
     assert all(re.search(rf"\b{command}\b", shown("-h")) for command in commands if " " not in command)
     for command, flag in (("plan", "--vocab-parallel"), ("bench gpu", "--odd")):

@@ -1,34 +1,45 @@
-"""What `gradengine doctor` finds, and what it says to do about the rest."""
+"""What `gradengine doctor` finds, what it says to do about the rest, and what connect() would read here."""
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from test_exchange_environment import ALL, SEEN
 
+import gradengine
 from gradengine.commands import doctor
+
+SECRET = "0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
-def _wide(monkeypatch):
+def environment(monkeypatch):
+    """Launched by nobody, on a wide terminal."""
+    for variable in ALL - {""}:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "1000")
+    return monkeypatch
 
 
 def shown(capsys):
-    doctor.doctor()
-    return {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line}
+    doctor.show(doctor.sections())
+    return {line[2:15].strip(): line[16:] for line in capsys.readouterr().out.splitlines() if line.startswith(" ")}
 
 
 def test_on_a_terminal_of_80_columns_each_line_fits_and_no_word_is_cut(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
     whole = " ".join(shown(capsys)["cuda"].split())
     monkeypatch.setenv("COLUMNS", "80")
-    doctor.doctor()
+    doctor.show(doctor.sections())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "device 'cuda:0' needs CuPy" in next(line for line in lines if line.startswith("cuda"))
+    assert "device 'cuda:0' needs CuPy" in next(line for line in lines if line.startswith("  cuda"))
     assert whole in " ".join(" ".join(lines).split())
 
 
@@ -42,9 +53,10 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "cupy", None)
     lines = shown(capsys)
     assert lines["numpy"] == "2.0.0"
+    assert lines["gradengine"] == gradengine.__version__
     assert lines["matplotlib"].split(maxsplit=1) == ["-", "no plots: pip install 'gradengine[plot]'"]
-    assert lines["mpi://"].startswith("not ready     needs mpi4py: pip install 'gradengine[mpi]', and an MPI: ")
-    assert lines["cuda"].startswith("not ready     device 'cuda:0' needs CuPy")
+    assert lines["mpi://"].startswith("not ready    needs mpi4py: pip install 'gradengine[mpi]', and an MPI: ")
+    assert lines["cuda"].startswith("not ready    device 'cuda:0' needs CuPy")
     assert "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]'" in lines["cuda"]
 
 
@@ -84,7 +96,7 @@ def test_versions_are_those_of_the_packages_here_and_sockets_join_ranks_everywhe
     lines = shown(capsys)
     assert lines["numpy"] == np.__version__
     assert lines["msgpack"] == importlib.metadata.version("msgpack")
-    assert lines["tcp://"] == "ready         sockets, also unix:// on one machine, in shared memory"
+    assert lines["tcp://"] == "ready        sockets, also unix:// on one machine, in shared memory"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +111,7 @@ def test_an_mpi_library_is_named_and_not_initialized(mpi4py, capsys, said, libra
         "from mpi4py import rc\nassert rc.options == {'initialize': False, 'finalize': False}\n"
         f"def Get_library_version(): return {said!r}\n"
     )
-    assert shown(capsys)["mpi://"] == f"ready         mpi4py 4.1, {library}"
+    assert shown(capsys)["mpi://"] == f"ready        mpi4py 4.1, {library}"
 
 
 @pytest.mark.parametrize(
@@ -111,21 +123,21 @@ def test_an_mpi_library_is_named_and_not_initialized(mpi4py, capsys, said, libra
 )
 def test_without_an_mpi_library_that_works_it_says_why(mpi4py, capsys, module, told):
     mpi4py(module)
-    assert shown(capsys)["mpi://"] == f"not ready     mpi4py 4.1: {told}"
+    assert shown(capsys)["mpi://"] == f"not ready    mpi4py 4.1: {told}"
 
 
 def test_an_mpi_library_that_hangs_does_not_stop_the_others(mpi4py, monkeypatch, capsys):
     mpi4py("import time; time.sleep(3600)")
     monkeypatch.setattr(doctor, "_MPI_SECONDS", 0.1)
     lines = shown(capsys)
-    assert lines["mpi://"] == "not ready     mpi4py 4.1: its library is not loaded after 0.1 s"
+    assert lines["mpi://"] == "not ready    mpi4py 4.1: its library is not loaded after 0.1 s"
     assert "process_group" in lines
 
 
 def test_a_process_group_needs_torch_and_its_own_beginning(monkeypatch, capsys):
     found = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9" if name == "torch" else found(name))
-    ready = "installed     torch 2.9: ready after torch.distributed.init_process_group"
+    ready = "installed    torch 2.9: ready after torch.distributed.init_process_group"
     assert shown(capsys)["process_group"] == ready
 
     def without_torch(name):
@@ -134,12 +146,102 @@ def test_a_process_group_needs_torch_and_its_own_beginning(monkeypatch, capsys):
         return found(name)
 
     monkeypatch.setattr(importlib.metadata, "version", without_torch)
-    assert shown(capsys)["process_group"] == "not ready     needs torch"
+    assert shown(capsys)["process_group"] == "not ready    needs torch"
 
 
 def test_no_framework_is_imported():
     code = (
-        "import sys; sys.modules['cupy'] = None; from gradengine.commands import doctor; doctor.doctor();"
+        "import sys; sys.modules['cupy'] = None; from gradengine.commands.doctor import sections, show;"
+        "show(sections());"
         "assert not {'torch', 'jax', 'matplotlib', 'typer', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- what connect() would read ----
+
+
+def launched(environment, variables):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    return doctor.environment({"TMPDIR": "/t", **variables})
+
+
+def test_each_fact_is_shown_with_its_variable(environment, tmp_path):
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    found = launched(environment, SEEN["torchrun"] | {"GRADENGINE_TOKEN_FILE": str(tmp_path / "token")})
+    address, source = found.pop("address")
+    assert re.fullmatch(r"unix:///t/gradengine-\d+/[0-9a-f]{16}", address)
+    assert source == "LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID, MASTER_PORT"
+    assert found == {
+        "launcher": ("torchrun", "RANK"),
+        "rank": (1, "RANK"),
+        "world size": (2, "WORLD_SIZE"),
+        "local rank": (1, "LOCAL_RANK"),
+        "local size": (2, "LOCAL_WORLD_SIZE"),
+        "token": ("set (24 characters)", "GRADENGINE_TOKEN_FILE"),
+        "tls": (None, ""),
+        "job": ("TORCHELASTIC_RUN_ID=700d4223", "TORCHELASTIC_RUN_ID"),
+    }
+
+
+def test_what_is_not_there_is_a_dash(environment, capsys):
+    given = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "2", "GRADENGINE_ADDRESS": "mpi://"}
+    launched(environment, given)
+    found = shown(capsys)
+    assert [found[name] for name in ("local rank", "local size", "token", "tls", "job")] == ["-"] * 5
+    assert found["address"].split() == ["mpi://", "GRADENGINE_ADDRESS"]
+
+
+def test_a_launcher_further_out_is_said_not_to_count(environment):
+    found = launched(environment, SEEN["torchrun"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    said = ("OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=1", "torchrun is the innermost launcher")
+    assert found["not taken"] == said
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "no launcher found"),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        (SEEN["torchrun"] | {"RANK": "2"}, "RANK (of WORLD_SIZE=2) is out of range: got 2"),
+        (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a token"),
+        (SEEN["torchrun"] | {"GRADENGINE_TOKEN_FILE": "/none"}, "cannot read the token from '/none'"),
+        (SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "a:1"}, "URL (of environment variable GRADENGINE_ADDRESS)"),
+    ],
+)
+def test_what_connect_would_refuse_is_said_beside_all_else(environment, capsys, variables, told):
+    launched(environment, variables)
+    lines = shown(capsys)
+    assert lines["connect()"].startswith("not ready")
+    assert told in lines["connect()"]
+    assert "numpy" in lines
+
+
+def test_the_token_is_not_shown_and_nothing_is_opened(environment, capsys):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be too long for a Unix socket
+        launched(environment, SEEN["torchrun"] | {"GRADENGINE_TOKEN": SECRET, "TMPDIR": folder})
+        doctor.show(doctor.sections())
+        assert [*Path(folder).iterdir()] == []
+    text = capsys.readouterr().out
+    assert SECRET not in text
+    assert "set (24 characters)  GRADENGINE_TOKEN" in text
+
+
+def test_json_has_all_sections_and_the_lines_too_where_it_is_a_file(environment, tmp_path):
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    pytest.importorskip("rich")
+    from gradengine.commands.cli import app
+
+    launched(environment, SEEN["srun"] | {"GRADENGINE_TOKEN": SECRET})
+    for path in (str(tmp_path / "found.json"), "-"):
+        done = runner.invoke(app, ["doctor", "--json", path])
+        assert (done.exit_code, SECRET in done.output) == (0, False)
+        text = done.output if path == "-" else Path(path).read_text()
+        assert ("world size" in done.output.partition("{")[0]) == (path != "-")
+        found = json.loads(text)
+        assert [*found] == ["packages", "devices", "transports", "environment"]
+        assert found["packages"]["numpy"] == {"value": np.__version__, "note": ""}
+        assert found["transports"]["tcp://"]["value"] == "ready"
+        assert found["environment"]["rank"] == {"value": 1, "note": "SLURM_PROCID"}
+        assert found["environment"]["local size"] == {"value": None, "note": ""}

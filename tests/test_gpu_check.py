@@ -143,7 +143,7 @@ class TestResults:
         shown = capsys.readouterr().out
         assert re.search(r"^kernels +failed .* exit status 1: other bits$", shown, re.MULTILINE)
         assert re.search(r"^bench +not run .* kernels did not pass$", shown, re.MULTILINE)
-        assert list(json.loads((tmp_path / "out/gpu-fake-1.json").read_text())["stages"]) == ["machine", "kernels"]
+        assert set(json.loads((tmp_path / "out/gpu-fake-1.json").read_text())["stages"]) == {"machine", "kernels"}
 
     def test_limits_are_cut_to_the_time_that_is_left(self, tmp_path, monkeypatch, capsys):
         class Clock:

@@ -1,16 +1,18 @@
-"""The command line: `gradengine demo`, `bench`, `plan`, `serve`, `env` and `doctor`."""
+"""The command line: `gradengine demo`, `bench`, `plan`, `serve` and `doctor`."""
 
 from __future__ import annotations
 
+import json as json_format
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gradengine import __version__
 from gradengine.bench.command import bench
-from gradengine.commands.doctor import doctor, show_version
-from gradengine.commands.env import env
+from gradengine.commands.doctor import sections, show
 from gradengine.commands.serve import serve
-from gradengine.console.options import flag
+from gradengine.console.options import STDOUT, flag, print_or_save, writable_json
 from gradengine.demo.command import demo
 from gradengine.plan.command import plan
 
@@ -23,8 +25,30 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
-app.command()(doctor)
-app.command()(env)
+
+
+@app.command()
+def doctor(
+    json: Annotated[Path | None, typer.Option(help="File for everything as JSON; -: stdout, without a table.")] = None,
+) -> None:
+    """Show installed packages, usable devices, and what connect() would read and start here.
+
+    Run it as the script is run: `srun gradengine doctor`, `mpiexec -n 2 gradengine doctor`.
+    """
+    if json is None:
+        show(sections())
+        return
+    writable_json(json)
+    found = dict(sections())
+    as_json = {
+        title: {name: {"value": value, "note": note} for name, (value, note) in rows.items()}
+        for title, rows in found.items()
+    }
+    print_or_save(json_format.dumps(as_json, indent=1), json)
+    if json != STDOUT:
+        show(found.items())
+
+
 app.command()(serve)
 app.add_typer(bench, name="bench")
 
@@ -32,5 +56,5 @@ app.add_typer(bench, name="bench")
 @app.callback(invoke_without_command=True)
 def _begin(wanted: Annotated[bool, flag("--version", "Print the version and end.")] = False) -> None:
     if wanted:
-        show_version()
+        typer.echo(__version__)
         raise typer.Exit

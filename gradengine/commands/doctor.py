@@ -1,25 +1,32 @@
-"""`gradengine doctor`: installed packages, usable devices, ways to connect ranks, and how to install what is missing.
+"""`gradengine doctor`: installed packages, usable devices, ways to connect ranks, and what connect() would read.
 
-It must run where packages are missing, so it needs none of the command line's.
+It says how to install what is missing. It must run where packages are missing, so it needs none of the command line's.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from gradengine import __version__
 from gradengine.arrays.shared import has_shared_memory
-from gradengine.errors import DeviceUnavailable
+from gradengine.errors import CallerError, DeviceUnavailable
+from gradengine.exchange.environment import not_taken, read_job, read_token, read_world
+from gradengine.exchange.rendezvous import read_address, refuse_without_token
+from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
+
+# By name: a version, a state or a value, or None; and a note: what it is, or the variables that it is from.
+Rows: TypeAlias = "dict[str, tuple[int | str | None, str]]"
 
 _PACKAGES = (  # alternative distributions, and what is missing without any of them
     (("numpy",), "needed"),
@@ -33,7 +40,7 @@ _PACKAGES = (  # alternative distributions, and what is missing without any of t
     (("jax",), "optional: for JAX's own arrays"),
 )
 _UNLIMITED = 1 << 16  # columns where stdout is not a terminal: lines are not wrapped
-_INDENT = 28  # columns of a row's name and state
+_INDENT = 29  # columns of a row's name and state
 _ASK_MPI = """
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
@@ -43,58 +50,85 @@ print(MPI.Get_library_version())
 _MPI_SECONDS = 60.0
 
 
-def doctor() -> None:
-    """Show installed packages, usable devices, ways to connect ranks, and how to install what is missing."""
-    print(f"gradengine {__version__}, Python {platform.python_version()}, {platform.platform()}")
+def sections() -> Iterator[tuple[str, Rows]]:
+    """Yield the name and the rows of each section; no framework is imported, no MPI initialized, no address opened."""
+    yield "packages", packages()
+    yield "devices", devices()
+    yield "transports", transports()
+    yield "environment", environment(os.environ)
+
+
+def show(found: Iterable[tuple[str, Rows]]) -> None:
+    """Print each section as soon as it is there."""
     columns = max(shutil.get_terminal_size((_UNLIMITED, 0)).columns, 2 * _INDENT)
-    for rows in (packages(), devices(), engines()):
-        print()
-        for name, what, more in rows:
-            row = f"{name:<13} {what:<13} {more}".rstrip()
-            lines = textwrap.wrap(
-                row, columns, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False
-            )
-            print("\n".join(lines))
+    for title, rows in found:
+        print(title)
+        for name, (value, note) in rows.items():
+            row = f"  {name:<13} {'-' if value is None else value!s:<11}  {note}".rstrip()
+            print(textwrap.fill(
+                row, columns, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False,
+            ))  # fmt: skip
 
 
-def show_version() -> None:
-    """Print the version."""
-    print(__version__)
-
-
-def packages() -> Iterator[tuple[str, str, str]]:
-    """Name and version of each package, or what is missing without it; none is imported."""
+def packages() -> Rows:
+    """Return the version of each package, or what is missing without it; none is imported."""
+    rows: Rows = {"gradengine": (__version__, ""), "python": (platform.python_version(), platform.platform())}
     for names, missing in _PACKAGES:
-        found = [(name, version, "") for name in names if (version := _version(name)) is not None]
-        yield from found or [(names[-1], "-", missing)]
+        versions: Rows = {name: (version, "") for name in names if (version := _version(name))}
+        rows |= versions or {names[-1]: (None, missing)}
+    return rows
 
 
-def devices() -> Iterator[tuple[str, str, str]]:
-    """Name of each device for `device=`, whether it can be used, and its description or what is missing."""
-    yield "cpu", "ready", f"{available_cpus()} cores"
+def devices() -> Rows:
+    """Return for each `device=` whether it can be used, and its description or what is missing."""
+    rows: Rows = {"cpu": ("ready", f"{available_cpus()} cores")}
     try:
         count = int(load_cupy(0).cuda.runtime.getDeviceCount())
     except DeviceUnavailable as fault:
-        yield "cuda", "not ready", str(fault)
-        return
-    for ordinal in range(count):
-        yield f"cuda:{ordinal}", *_gpu(ordinal)
+        return rows | {"cuda": ("not ready", str(fault))}
+    return rows | {f"cuda:{ordinal}": _gpu(ordinal) for ordinal in range(count)}
 
 
-def engines() -> Iterator[tuple[str, str, str]]:
-    """Each way to connect ranks, as `connect` takes it: whether it works here, and with what, or what is missing.
-
-    No framework is imported, and no MPI initialized.
-    """
+def transports() -> Rows:
+    """Return for each way to connect ranks whether it works here, and with what, or what is missing."""
     one_host = ", in shared memory" if has_shared_memory() else ""
     unix = f", also unix:// on one machine{one_host}" if hasattr(socket, "AF_UNIX") else ""
-    yield "tcp://", "ready", f"sockets{unix}"
-    yield "mpi://", *_mpi()
     torch = _version("torch")
-    if torch is None:
-        yield "process_group", "not ready", "needs torch"
-    else:
-        yield "process_group", "installed", f"torch {torch}: ready after torch.distributed.init_process_group"
+    group = ("installed", f"torch {torch}: ready after torch.distributed.init_process_group")
+    return {
+        "tcp://": ("ready", f"sockets{unix}"),
+        "mpi://": _mpi(),
+        "process_group": group if torch else ("not ready", "needs torch"),
+    }
+
+
+def environment(variables: Mapping[str, str]) -> Rows:
+    """Return what `connect()` would read, each with its variables; or the error it would raise. No secret is shown."""
+    try:
+        return _facts(variables)
+    except CallerError as fault:
+        return {"connect()": ("not ready", str(fault))}
+
+
+def _facts(variables: Mapping[str, str]) -> Rows:
+    world, token, job = read_world(variables), read_token(variables), read_job(variables)
+    address = read_address(variables, token=token.value if token else None)
+    refuse_without_token(address, token.value if token else None)
+    certificates, launcher = certificates_of(None), world.launcher
+    rows: Rows = {
+        "launcher": (launcher.name, launcher.rank),
+        "rank": (world.rank, launcher.rank),
+        "world size": (world.world_size, launcher.world_size),
+        "local rank": (world.local_rank, launcher.local_rank),
+        "local size": (world.local_size, launcher.local_size),
+        "address": (address.value, address.source),
+        "token": (f"set ({len(token.value)} characters)" if token else None, token.source if token else ""),
+        "tls": (str(certificates.folder) if certificates else None, VARIABLE),
+        "job": (job.value or None, job.source),
+    }
+    lost = "; ".join(not_taken(variables))
+    others: Rows = {"not taken": (lost, f"{launcher.name} is the innermost launcher")} if lost else {}
+    return {name: (value, "" if value is None else source) for name, (value, source) in rows.items()} | others
 
 
 def _mpi() -> tuple[str, str]:
@@ -128,8 +162,7 @@ def _gpu(ordinal: int) -> tuple[str, str]:
 
 
 def _described(runtime: Any, ordinal: int) -> str:
-    properties = runtime.getDeviceProperties(ordinal)
-    name, (free, total) = properties["name"], runtime.memGetInfo()
+    name, (free, total) = runtime.getDeviceProperties(ordinal)["name"], runtime.memGetInfo()
     name = name.decode() if isinstance(name, bytes) else str(name)
     return f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
 

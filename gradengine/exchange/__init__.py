@@ -66,7 +66,7 @@ def connect(
     """Connect this rank to its group and return its exchange, for one engine; each rank sums a share for all others.
 
     Arguments that are not given are read from the launcher's environment variables (torchrun, mpiexec, srun, or
-    GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS); `gradengine env` prints them.
+    GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS); `gradengine doctor` prints them.
 
     Over sockets rank 0 listens from now on, and nothing is sent before the engine binds a layout: workers may start in
     any order. Then each rank listens at a port of its own until all are connected with each other. Ranks on one host
