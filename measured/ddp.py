@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_loop import Gpt, Sizes
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,29 +36,6 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of a weight: bfloat16 has 8 b
 KILOBYTE = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
 
 Step = Callable[[list[torch.Tensor]], None]
-
-
-class Gpt(torch.nn.Module):
-    """Embedding, blocks and head."""
-
-    def __init__(self, blocks: int, width: int) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, width)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(
-                width, width // HEAD_WIDTH, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(blocks)
-        )
-        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy of each token after the first."""
-        x = self.embedding(tokens[:, :-1])
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def with_ddp(model: torch.nn.Module) -> Step:
@@ -155,7 +133,9 @@ def main() -> None:
     options = parser.parse_args()
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    model = Gpt(options.blocks, options.width).to(getattr(torch, options.dtype))
+    heads = options.width // HEAD_WIDTH
+    sizes = Sizes(options.blocks, options.width, heads, VOCABULARY, batch=ROWS, length=options.length)
+    model = Gpt(sizes).to(getattr(torch, options.dtype))
     own = torch.Generator().manual_seed(1 + distributed.get_rank())
 
     def batches() -> list[torch.Tensor]:

@@ -101,7 +101,7 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
 
     def benchmark(name: str, about: str, limit: float, *words: str, **facts: object) -> Stage:
         sized = (*words, *(("--small",) if small else ()), "--json", f"{{folder}}/{name}.json")
-        return Stage(name, about, python("-m", "gradengine.bench", *sized), limit, **facts)
+        return Stage(name, about, python("measured/gpu_bench.py", *sized), limit, **facts)
 
     parts, odd = ("accumulate", "norm"), ("--odd", "--blocks", "6")
     hand_back, bf16 = ("hand-back", "hand-back-bf16"), ("--dtype", "bfloat16")
@@ -113,7 +113,7 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
                 python("measured/gpu_once.py", "--pool"),
                 150,
             ),
-            Stage("machine", "GPU and versions", python("-m", "gradengine.bench.machine", FOUND), 150, lines=60),
+            Stage("machine", "GPU and versions", python("measured/gpu_machine.py", FOUND), 150, lines=60),
         ],
         [benchmark("step", "the 350M model's step", 90, "step")],
         [benchmark("step-bf16", "the same of bf16 gradients", 90, "step", *bf16)],

@@ -10,13 +10,14 @@ profile, the report says so in `absent`, and that is no failure.
 import argparse
 import csv
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from gpu_results import write_whole
 
 from gradengine import GradientEngine, clip_by_global_norm
 from gradengine.bench.device import Gpu, open_gpu
@@ -158,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*shown(found), sep="\n", flush=True)
         reports.append(found)
         if given.json is not None:
-            fresh = given.json.with_suffix(".partial")
-            fresh.write_text(json.dumps({"reports": reports}, indent=1) + "\n")
-            os.replace(fresh, given.json)
+            write_whole(given.json, json.dumps({"reports": reports}, indent=1) + "\n")
     return 0
 
 

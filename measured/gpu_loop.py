@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_results import write_whole
 from torch.nn import functional
 
 from gradengine import GradientEngine
@@ -306,9 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = measured(opened(small=given.small), sizes)
     print(*shown(report), sep="\n")
     if given.json is not None:
-        fresh = given.json.with_suffix(".partial")
-        fresh.write_text(f"{as_json({'reports': [report]})}\n")
-        os.replace(fresh, given.json)
+        write_whole(given.json, f"{as_json({'reports': [report]})}\n")
     return 1 if report.failed else 0
 
 

@@ -72,7 +72,7 @@ class Results:
 
     def _write(self) -> None:
         text = json.dumps(self.whole, indent=1) + "\n"
-        _replace(self._file, text)
+        write_whole(self._file, text)
         with tarfile.open(self._folder / "logs.partial", "w:gz") as logs:
             for path in sorted(path for path in self._folder.iterdir() if path.suffix in LOGS):
                 logs.add(path, path.name)
@@ -81,12 +81,12 @@ class Results:
             return  # nobody knows whose results these are
         try:
             self._home.mkdir(parents=True, exist_ok=True)
-            _replace(self._home / self._file.name, text)
+            write_whole(self._home / self._file.name, text)
         except OSError as fault:
             print(f"cannot write to {self._home}: {fault}", flush=True)
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file as a whole: whoever is killed meanwhile leaves what was there before."""
     fresh = path.with_suffix(".partial")
     fresh.write_text(text)

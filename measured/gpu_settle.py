@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_nccl
 import gpu_rules
+from gpu_results import write_whole
 
 from gradengine import (
     GradientEngine,
@@ -456,10 +457,8 @@ def ask_all(names: Sequence[str], json_file: Path | None, *, small: bool, jobs: 
             failed = "failed: " if found["outcome"] in BAD else ""
             print(f"{failed}{name}: {found['outcome']}, {found['seconds']} s {found['said']}", flush=True)
             if json_file is not None:
-                fresh = json_file.with_suffix(".partial")
                 in_order = {name: answers[name] for name in names if name in answers}
-                fresh.write_text(json.dumps({"settled": in_order}, indent=1) + "\n")
-                os.replace(fresh, json_file)
+                write_whole(json_file, json.dumps({"settled": in_order}, indent=1) + "\n")
     finally:
         pool.shutdown(cancel_futures=True)
     return [name for name in names if answers[name]["outcome"] in BAD]

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_variants import Lent
 from rich.console import Console
 from rich.table import Table
 
 from gradengine import GradientLayout, RawBuffer
 from gradengine.accumulate.intake import Intake
 from gradengine.bench.machine import machine, versions
-from gradengine.bench.step import Lent
 from gradengine.kernels import SlotSet, kernels_for
 
 SHAPE = (8, 8)

@@ -11,6 +11,5 @@ The files, each using only those before it:
     device  harness       devices that time a case; how variants are checked and timed in turns, and the report
     workload  peers       the gradients, and what is compared with: the same by hand and by torch
     parts  step  workers  the variants of each benchmark, and the bytes that each moves
-    benchmarks  __main__  the GPU's by name, several in one process
     table  command        the command line
 """

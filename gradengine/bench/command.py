@@ -1,37 +1,34 @@
-"""`gradengine bench accumulate | clip | step | exchange | gpu`: measures, and shows a table or writes JSON."""
+"""`gradengine bench step | accumulate | norm | clip | exchange | gpu`: measures, and shows a table or writes JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
 
-from gradengine.bench.benchmarks import NAMES, Benchmarks, Options, run
-from gradengine.bench.device import Host, open_gpu, open_host
-from gradengine.bench.harness import NOISY, Benchmark, Report, as_json, measure, yardsticks
-from gradengine.bench.parts import accumulate
-from gradengine.bench.parts import clip as clip_variants
+from gradengine.bench.device import Device, open_gpu, open_host
+from gradengine.bench.harness import NOISY, Benchmark, Progress, Variant, as_json, measure, silent, yardstick
+from gradengine.bench.parts import accumulate, clip, norm
 from gradengine.bench.step import step
 from gradengine.bench.table import table_of
 from gradengine.bench.workers import exchange_variants
 from gradengine.bench.workload import Workload, model_layout
-from gradengine.console.options import STDOUT, flag, one_of, print_or_save, writable_json
+from gradengine.console.options import STDOUT, one_of, print_or_save, writable_json
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
 __all__ = ["bench"]
 
-_DTYPES = ("float32", "bfloat16")
-_MAIN = ("accumulate", "norm", "step", "lora", "host")
-
-# Relative to fp64. PyTorch takes the norm in fp32: at 91 million elements it is 7e-5 off, ours 1e-7 (column "error").
-_TOLERANCES = {"accumulate": 1e-5, "clip": 1e-3, "step": 1e-3, "exchange": 1e-5}
-_TOLERANCE_IN_BFLOAT16 = 3e-2  # of what is clipped where it lies: its rounding is 4e-3, and torch's norm has it too
-
-_BLOCKS, _HIDDEN = 6, 1024
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # of peers: torch takes a norm in the gradients' dtype
+_TOLERANCE_OF_SUMS = 1e-5
+_ON_GPU, _ON_HOST = 24, 6  # blocks: the 350M model, and a quarter of it
 _WIDE = 120  # columns of a terminal from which on the table has room for every column
 
 _WHAT = "Time each part beside NumPy by hand and PyTorch, in one interleaved run."
@@ -42,15 +39,31 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
+gpu = typer.Typer(
+    help="On a GPU: the 350M model's step and its parts, beside torch and CuPy by hand, on the same memory.",
+    no_args_is_help=True,
+)
+bench.add_typer(gpu, name="gpu")
+
+_VARIANTS: Mapping[str, Callable[[Workload, Sequence[int]], list[Variant]]] = {
+    "step": step,
+    "accumulate": accumulate,
+    "norm": lambda load, _: norm(load),
+    "clip": lambda load, _: clip(load),
+}
+
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
-Blocks = Annotated[int | None, typer.Option(min=1, help=f"Transformer blocks; {_BLOCKS} if not given.")]
-Hidden = Annotated[int | None, typer.Option(min=4, help=f"Hidden size; {_HIDDEN} if not given, 256 is a quick run.")]
-Tensors = Annotated[int | None, typer.Option(min=1, help="Instead of blocks: so many tensors, of --elements each.")]
-Elements = Annotated[int | None, typer.Option(min=1, help="Elements of each of --tensors.")]
+Blocks = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Transformer blocks; {_ON_HOST} if not given, on a GPU {_ON_GPU} and an LM head."),
+]
+Hidden = Annotated[int, typer.Option(min=4, help="Hidden size; 256 is a quick run.")]
+Tensors = Annotated[int | None, typer.Option(min=1, help="In place of blocks: so many tensors, of --elements each.")]
+Elements = Annotated[int, typer.Option(min=1, help="Elements of each of --tensors.")]
 MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
 Hold = Annotated[int | None, typer.Option(min=1, help="Micro-batches held and folded in one pass; K if not given.")]
 Dtype = Annotated[
-    str, typer.Option(help="Dtype of the gradients.", metavar="|".join(_DTYPES), callback=one_of(*_DTYPES))
+    str, typer.Option(help="Dtype of the gradients.", metavar="|".join(_TOLERANCES), callback=one_of(*_TOLERANCES))
 ]
 Json = Annotated[
     Path | None,
@@ -58,44 +71,67 @@ Json = Annotated[
 ]
 
 
-@bench.command("step", help="A whole step: add K micro-batches, check, clip, average and hand back.")
-@bench.command("accumulate", help="Add K micro-batches to one fp32 sum.")
 def _window(
     context: typer.Context,
     k: MicroBatches = 4,
     blocks: Blocks = None,
-    hidden: Hidden = None,
+    hidden: Hidden = 1024,
     tensors: Tensors = None,
-    elements: Elements = None,
+    elements: Elements = 10_000,
     dtype: Dtype = "float32",
     hold: Hold = None,
     rounds: Rounds = 15,
     json: Json = None,
 ) -> None:
-    layout, size = _model(blocks, hidden, tensors, elements)
-    host, holds = open_host(layout.num_elements), (1, hold or k)
-    variants_of = {"accumulate": accumulate, "step": step}[name := str(context.info_name)]
-    variants = variants_of(Workload.drawn(host, layout, k, dtype), holds)
-    parameters = {"k": k, **size, "dtype": dtype, "hold": holds[1]}
-    _show(host, Benchmark(name, variants, _TOLERANCES[name], parameters), rounds, json)
+    _run(context, blocks, hidden, tensors, elements, dtype, rounds, json, {"k": k, "hold": hold or k})
 
 
-@bench.command()
-def clip(
+def _once(
+    context: typer.Context,
     blocks: Blocks = None,
-    hidden: Hidden = None,
+    hidden: Hidden = 1024,
     tensors: Tensors = None,
-    elements: Elements = None,
+    elements: Elements = 10_000,
     dtype: Dtype = "float32",
     rounds: Rounds = 15,
     json: Json = None,
 ) -> None:
-    """Clip gradients in place by their global norm."""
-    layout, size = _model(blocks, hidden, tensors, elements)
-    host = open_host(layout.num_elements)
-    variants = clip_variants(Workload.drawn(host, layout, 1, dtype))
-    tolerance = _TOLERANCES["clip"] if dtype == "float32" else _TOLERANCE_IN_BFLOAT16
-    _show(host, Benchmark("clip", variants, tolerance, {**size, "dtype": dtype}), rounds, json)
+    _run(context, blocks, hidden, tensors, elements, dtype, rounds, json, {})
+
+
+for _app in (bench, gpu):
+    _app.command("step", help="A whole step: add K micro-batches, check, clip, average and hand back.")(_window)
+    _app.command("accumulate", help="Add K micro-batches to one fp32 sum.")(_window)
+    _app.command("norm", help="Compute the global norm of gradients.")(_once)
+    _app.command("clip", help="Clip gradients in place by their global norm.")(_once)
+
+
+def _run(
+    context: typer.Context,
+    blocks: int | None,
+    hidden: int,
+    tensors: int | None,
+    elements: int,
+    dtype: str,
+    rounds: int,
+    json: Path | None,
+    window: Mapping[str, int],
+) -> None:
+    """Run the benchmark that the context names, on the device that it names."""
+    is_gpu, name = context.parent is not None and context.parent.info_name == "gpu", str(context.info_name)
+    blocks = blocks or (_ON_GPU if is_gpu else _ON_HOST)
+    if tensors is None:
+        size, layout = {"blocks": blocks, "hidden": hidden}, model_layout(blocks, hidden, head=is_gpu)
+    elif context.params["blocks"] is not None:
+        raise CallerError("--blocks and --tensors exclude each other", got="both", expected="one of them")
+    else:
+        size, layout = {"tensors": tensors, "elements": elements}, GradientLayout.of([(elements,)] * tensors)
+    device = open_gpu() if is_gpu else open_host(layout.num_elements)
+    load = Workload.drawn(device, layout, window.get("k", 1), dtype)
+    variants = _VARIANTS[name](load, (1, window.get("hold", 1)))
+    parameters = {**size, "dtype": dtype, **window}
+    time = "device" if is_gpu and tensors is None else "wall"  # small models are limited by the host
+    _measure(device, Benchmark(name, variants, _TOLERANCES[dtype], parameters, time), rounds, json)
 
 
 @bench.command()
@@ -107,70 +143,32 @@ def exchange(
 ) -> None:
     """Sum a gradient set over workers on one machine."""
     elements = max(1, round(megabytes * 1e6 / 128)) * 32
-    parameters = {"workers": workers, "megabytes": 4 * elements / 1e6}
-    host = open_host(elements)
+    host, parameters = open_host(elements), {"workers": workers, "megabytes": 4 * elements / 1e6}
     with exchange_variants(host, workers, elements) as variants:
-        _show(host, Benchmark("exchange", variants, _TOLERANCES["exchange"], parameters), rounds, json)
+        _measure(host, Benchmark("exchange", variants, _TOLERANCE_OF_SUMS, parameters), rounds, json)
 
 
-@bench.command()
-def gpu(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"Any of {', '.join(NAMES)}; if none, {', '.join(_MAIN)}.", callback=one_of(*NAMES)),
-    ] = None,
-    k: Annotated[int, typer.Option("--k", min=2, help="Micro-batches of a step.")] = Options.k,
-    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks, beside the LM head.")] = Options.blocks,
-    hidden: Annotated[int, typer.Option(min=8, help="Hidden size; 1024 is the 350M model's.")] = Options.hidden,
-    dtype: Dtype = Options.dtype,
-    odd: Annotated[bool, flag("--odd", "Sizes that are no multiple of 8, buffers at odd elements.")] = False,
-    rounds: Rounds = Options.rounds,
-    compile_limit: Annotated[
-        float, typer.Option(help="Seconds for each compiled variant of torch.")
-    ] = Options.compile_limit,
-    json: Json = None,
-) -> None:
-    """On a GPU: the 350M model's step and its parts, beside torch and CuPy by hand, on the same memory."""
-    benchmarks = Benchmarks(open_gpu(), Options(k, blocks, hidden, dtype, odd, rounds, compile_limit))
-    reports: list[Report] = []
-    show, file = (reports.append, None) if json == STDOUT else (_print, json)
-    failed = run(benchmarks, names or _MAIN, file, show)
-    if json == STDOUT:
-        typer.echo(as_json({"reports": reports}))
-    _end(failed)
-
-
-def _model(
-    blocks: int | None, hidden: int | None, tensors: int | None, elements: int | None
-) -> tuple[GradientLayout, dict[str, int]]:
-    """The layout that the options ask for, and the options to record with the figures."""
-    if (tensors is None) is not (elements is None):
-        raise CallerError("--tensors and --elements go together", do="pass both, or neither")
-    if tensors is None or elements is None:
-        blocks, hidden = blocks or _BLOCKS, hidden or _HIDDEN
-        return model_layout(blocks, hidden, head=False), {"blocks": blocks, "hidden": hidden}
-    if blocks is not None or hidden is not None:
-        ignored = "--hidden" if blocks is None else "--blocks"
-        raise CallerError(f"{ignored} and --tensors exclude each other", got="both", expected="one of them")
-    return GradientLayout.of([(elements,)] * tensors), {"tensors": tensors, "elements": elements}
-
-
-def _show(host: Host, benchmark: Benchmark, rounds: int, json: Path | None) -> None:
-    report = measure(host, benchmark, rounds, yardsticks(host))
+def _measure(device: Device, benchmark: Benchmark, rounds: int, json: Path | None) -> None:
+    """Measure, and show or write what was found. The exit code is 1 if anything failed."""
+    with _progress(benchmark.name, json) as progress:
+        report = measure(device, benchmark, rounds, [yardstick(device)], progress)
     print_or_save(as_json(report), json)
     if json != STDOUT:
-        _print(report)
-    _end([f"{report.benchmark}: {variant}" for variant in report.failed])
-
-
-def _print(report: Report) -> None:
-    console = Console()
-    console.print(table_of(report, wide=console.width >= _WIDE))
-
-
-def _end(failed: Sequence[str]) -> None:
-    """Exit with code 1 if anything failed, after a line for each failure."""
-    for line in failed:
-        typer.echo(f"failed: {line}", err=True)
-    if failed:
+        console = Console()
+        console.print(table_of(report, wide=console.width >= _WIDE))
+    for variant in report.failed:
+        typer.echo(f"failed: {report.benchmark}: {variant}", err=True)
+    if report.failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(name: str, json: Path | None) -> Iterator[Progress]:
+    """Show on stderr what runs, if that is a terminal. It is drawn between samples alone, so that it costs no time."""
+    if json == STDOUT or not sys.stderr.isatty():
+        yield silent
+        return
+    columns = TextColumn(f"{name}: {{task.description}}"), BarColumn(), MofNCompleteColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False) as bar:
+        task = bar.add_task("")
+        yield lambda what, number, of: bar.update(task, description=what, completed=number, total=of, refresh=True)

@@ -1,18 +1,16 @@
-"""The devices: each places arrays, times work on them, and has its torch; and the peak memory of a process."""
+"""The devices: each places arrays, times work on them, and has its torch."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import importlib.util
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -24,8 +22,8 @@ from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.host_threads import available_cpus
 
 __all__ = [
-    "Array", "Case", "Device", "Gpu", "Host", "Missing", "Sample", "Tensor", "on_all_cpus",
-    "open_gpu", "open_host", "peak_growth",
+    "Array", "Case", "Device", "Gpu", "Host", "Missing", "Sample", "Tensor", "launching", "on_all_cpus", "open_gpu",
+    "open_host",
 ]  # fmt: skip
 
 Array: TypeAlias = Any  # NumPy's or CuPy's
@@ -33,13 +31,10 @@ Tensor: TypeAlias = Any
 
 Result = TypeVar("Result")
 
-_ODD_SHIFTS = (1, 3, 5, 7)
 _REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
 _WORK_SECONDS = 0.02  # thereafter, as in backward: a CPU that sleeps takes longer to wake than a small step takes
 _WORKED_ON = 1 << 22  # elements for each CPU: beyond its caches
 _COPIED = (1 << 22, 1 << 25)  # elements: beyond a core's caches; 128 MB, four times the largest L3 of a core complex
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 
 def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
@@ -67,7 +62,6 @@ class Case:
     run: Callable[[], object]  # does it once; this alone is timed
     error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
     prepare: Callable[[], object] = nothing  # puts back what a run changes; before each run, untimed
-    arenas: float | None = None  # memory that it took beyond the gradients, in fp32 gradient sets, where measured
 
 
 class Sample(NamedTuple):
@@ -91,6 +85,7 @@ class Device(ABC):
     copied: int  # fp32 elements of the arrays by which the memory's bandwidth is measured
     clock: Callable[[], float] = time.perf_counter
     warm_up: int = 1  # rounds whose samples are dropped: pages are touched, threads started, clocks rise
+    shifts: Sequence[int] = (0,)  # how many elements off its memory's start an array lies; arrays take them in turn
 
     @property
     def torch(self) -> Any:
@@ -109,17 +104,14 @@ class Device(ABC):
         """The same memory as the array that code written by hand would use."""
         return array
 
-    def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike, *, odd: bool = False) -> list[Array]:
-        """Arrays of undefined contents, each in memory of its own; `odd` ones 1, 3, 5 or 7 elements off its start."""
-        shifts = [_ODD_SHIFTS[number % len(_ODD_SHIFTS)] if odd else 0 for number in range(len(shapes))]
-        return [
-            self.xp.empty(shift + int(np.prod(shape)), dtype)[shift:].reshape(shape)
-            for shift, shape in zip(shifts, shapes, strict=True)
-        ]
+    def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike) -> list[Array]:
+        """Return arrays of undefined contents, each in memory of its own, which `shifts` leaves out the start of."""
+        shifted = zip(itertools.cycle(self.shifts), shapes, strict=False)
+        return [self.xp.empty(shift + int(np.prod(shape)), dtype)[shift:].reshape(shape) for shift, shape in shifted]
 
-    def placed(self, values: Sequence[npt.NDArray[Any]], *, odd: bool = False) -> list[Array]:
-        """The same values on the device, as `empty` places them."""
-        arrays = self.empty([value.shape for value in values], values[0].dtype, odd=odd)
+    def placed(self, values: Sequence[npt.NDArray[Any]]) -> list[Array]:
+        """Return the same values on the device, as `empty` places them."""
+        arrays = self.empty([value.shape for value in values], values[0].dtype)
         self.copy(arrays, (self.xp.asarray(value) for value in values))
         return arrays
 
@@ -194,10 +186,6 @@ class Gpu(Device):
     copied: int = 1 << 29
     warm_up: int = 3
 
-    def torch_tensor(self, array: Array) -> object:
-        """The array as a torch tensor, which ours recognises and asks for its address."""
-        return self.tensor(array)
-
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
         """A function that launches a CUDA graph of torch's work, warmed up on its own stream as torch documents it."""
         cuda = self.torch.cuda
@@ -211,11 +199,6 @@ class Gpu(Device):
         with cuda.graph(graph):
             run()
         return launching(graph.replay, run)
-
-    def compiled(self, function: Callable[..., object]) -> Callable[..., object]:
-        """The function, compiled by `torch.compile`."""
-        compiled: Callable[..., object] = self.torch.compile(function, fullgraph=True, dynamic=False)
-        return compiled
 
     def sample(self, case: Case) -> Sample:
         """Run the case twice: after other work, timed by events; then from an idle GPU, timed by the host's clock.
@@ -279,25 +262,3 @@ def open_gpu() -> Gpu:
 
 def _torch() -> Any:
     return importlib.import_module("torch") if importlib.util.find_spec("torch") else None
-
-
-def peak_growth(work: Callable[[], Result]) -> tuple[Result, int | None]:
-    """The result of `work`, and by how many bytes this process's memory grew at the peak, as Linux counts it.
-
-    Memory counts when it is touched; None if the system keeps no peak that can be reset.
-    """
-    # What the allocator kept from earlier work would be used again, and not be seen as growth.
-    with contextlib.suppress(AttributeError, OSError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-        before = _resident("VmRSS")
-    except OSError:
-        return work(), None
-    result = work()
-    return result, max(0, _resident("VmHWM") - before)
-
-
-def _resident(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024

@@ -1,8 +1,6 @@
 """The harness: checks variants, times them in one interleaved run, and makes a report with a row for each.
 
-The same run times the device's memory: by a copy, and by STREAM's triad a = b + s c with s = 1. Bytes counted: the copy
-reads one array and writes one, the triad reads two and writes one. On a CPU by NumPy on all cores, on a GPU by the
-driver's own copy and CuPy's kernel.
+The same run times the device's memory by a copy: on a CPU NumPy's on all cores, on a GPU the driver's own.
 """
 
 from __future__ import annotations
@@ -12,35 +10,28 @@ import json
 import statistics
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.bench.device import Array, Case, Device, Gpu, Missing, Sample, on_all_cpus
+from gradengine.bench.device import Array, Case, Device, Missing, Sample, on_all_cpus
 from gradengine.bench.machine import load, machine, versions
 from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host_threads import available_cpus
 
 __all__ = [
-    "COUNTED", "NOISY", "YARDSTICKS", "Absent", "Benchmark", "Report", "ResultsDiffer", "Row", "Variant", "as_json",
-    "check", "compared", "count_launches", "in_turn", "interleave", "is_noisy", "measure", "relative_error",
-    "yardsticks",
+    "COPY", "NOISY", "Absent", "Benchmark", "Progress", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check",
+    "compared", "in_turn", "interleave", "is_noisy", "measure", "reason", "relative_error", "silent", "yardstick",
 ]  # fmt: skip
 
-Result = TypeVar("Result")
-
-YARDSTICKS = _COPY, _TRIAD = "copy", "triad"
+COPY = "copy"
 NOISY = 1.25  # upper / lower quartile of a ratio's rounds, above which it is not given: 9 in 10 recorded ones are below
-_PIECES = 32  # of a yardstick's array, which is so many times the same random numbers
+_PIECES = 32  # of the copy's arrays, each of, which is so many times the same random numbers
 _CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
-
-# A launch is a call of the host: of a kernel, or of a graph of many. In a wait the host waits for the device.
-COUNTED = ("kernels", "copies", "fills", "launches", "waits")
 
 
 class ResultsDiffer(GradientError):
@@ -92,9 +83,14 @@ class Absent:
 
 
 Checked: TypeAlias = tuple[Variant, Case, float]  # one that was built and computes what it should, up to that error
+Progress: TypeAlias = Callable[[str, int, int], object]  # told what begins, its number from 1, and how many there are
 
 
-def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]:
+def silent(what: str, number: int, of: int) -> None:
+    """Tell nobody how far a run is."""
+
+
+def check(benchmark: Benchmark, progress: Progress = silent) -> tuple[list[Checked], list[Absent], list[str]]:
     """Build each variant, run it once and compare its result with fp64's.
 
     Returns those that can be timed; those that cannot, and why; and the names of the latter that are failures: that are
@@ -103,10 +99,11 @@ def check(benchmark: Benchmark) -> tuple[list[Checked], list[Absent], list[str]]
     checked: list[Checked] = []
     absent: list[Absent] = []
     failed: list[str] = []
-    for variant in benchmark.variants:
+    for number, variant in enumerate(benchmark.variants, start=1):
+        progress(f"check {variant.name}", number, len(benchmark.variants))
         try:
             checked.append(_checked(benchmark, variant))
-        except Exception as fault:  # noqa: BLE001, PERF203  (a compiler or a driver may raise anything)
+        except Exception as fault:  # noqa: BLE001  (a compiler or a driver may raise anything)
             absent.append(Absent(variant.name, reason(fault)))
             is_needed = variant.base or variant.required or isinstance(fault, ResultsDiffer)
             if is_needed and not isinstance(fault, Missing):
@@ -168,20 +165,18 @@ class Row:
     p90_s: float  # a tenth were slower
     gb_per_s: float  # bytes / median
     of_copy: float | None  # that, as a share of the copy's bandwidth in the same run, where there was a copy
-    of_triad: float | None  # the same of the triad's
     device_s: float  # median between events on the stream
     wall_s: float  # median from an idle device until all is done
     host_s: float  # median until the call comes back
     ratios: Mapping[str, float]  # base -> median of this time / the base's, round by round: above 1 the base is faster
     quartiles: Mapping[str, tuple[float, float]]  # base -> the lower and the upper quartile of the same
     error: float  # relative, of its result against fp64
-    arenas: float | None  # memory beyond the gradients, in fp32 gradient sets, where measured
     samples_s: Sequence[float]  # of every round, in order
 
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark, run once; if its launches were counted, the rows are variant -> counts, and no time was taken."""
+    """One benchmark, run once."""
 
     benchmark: str
     parameters: Mapping[str, object]
@@ -190,7 +185,7 @@ class Report:
     versions: Mapping[str, str | None]
     load: float | None  # average over the minute before, where the system keeps one
     time: str  # which the rows are about: "device", "wall" or "host"
-    rows: Sequence[Row] | Mapping[str, Mapping[str, int]]
+    rows: Sequence[Row]
     absent: Sequence[Absent]
     failed: Sequence[str]  # of those absent, what should have run and did not, or computes something else
     noisy: bool  # whether a ratio's rounds differ too much for one figure
@@ -201,30 +196,44 @@ def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
     return json.dumps(report, indent=1, default=asdict)
 
 
-def measure(device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = ()) -> Report:
+def measure(
+    device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = (), progress: Progress = silent
+) -> Report:
     """Check every variant's result, then time the right ones, and the yardsticks, in one interleaved run."""
     load_before = load()
-    parameters, variants = {**benchmark.parameters, "rounds": rounds}, [*benchmark.variants, *beside]
-    benchmark = replace(benchmark, parameters=parameters, variants=variants)
-    checked, absent, failed = check(benchmark)
-    samples = interleave([case for _, case, _ in checked], rounds, device.sample, warm_up=device.warm_up)
-    return _report(device, benchmark, _rows(checked, samples, benchmark.time), absent, failed, load_before)
+    benchmark = replace(benchmark, variants=[*benchmark.variants, *beside])
+    checked, absent, failed = check(benchmark, progress)
+    cases = [case for _, case, _ in checked]
+    samples = interleave(cases, rounds, device.sample, warm_up=device.warm_up, progress=progress)
+    rows = _rows(checked, samples, benchmark.time)
+    return Report(
+        benchmark.name, {**benchmark.parameters, "rounds": rounds}, benchmark.tolerance, machine(device.xp),
+        versions(device.xp), load_before, benchmark.time, rows, absent, failed,
+        noisy=any(is_noisy(row, base) for row, base in compared(rows)),
+    )  # fmt: skip
 
 
 def interleave(
-    cases: Sequence[Case], rounds: int, sample: Callable[[Case], Sample], *, warm_up: int
+    cases: Sequence[Case],
+    rounds: int,
+    sample: Callable[[Case], Sample],
+    *,
+    warm_up: int,
+    progress: Progress = silent,
 ) -> list[list[Sample]]:
-    """Each case's samples, one from each round, so that a slow moment of the machine slows all cases alike.
+    """Take each case's samples, one in each round, so that a slow moment of the machine slows all cases alike.
 
     Samples of the first `warm_up` rounds are dropped; raises `CallerError` if there is no round.
     """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
-    was_enabled = gc.isenabled()
+    taken, was_enabled = [], gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        taken = [[sample(case) for case in cases] for _ in range(warm_up + rounds)]
+        for number in range(warm_up + rounds):
+            progress("round", number + 1, warm_up + rounds)
+            taken.append([sample(case) for case in cases])
     finally:
         if was_enabled:
             gc.enable()
@@ -243,8 +252,8 @@ def _quartiles(times: Sequence[float], base: Sequence[float]) -> tuple[float, fl
 
 
 def compared(rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """Each row with each base that it is compared with: bases other than itself; yardsticks are not compared."""
-    return [(row, base) for row in rows if row.variant not in YARDSTICKS for base in row.ratios if base != row.variant]
+    """Return each row with each base that it is compared with: another than itself. The copy is not compared."""
+    return [(row, base) for row in rows if row.variant != COPY for base in row.ratios if base != row.variant]
 
 
 def is_noisy(row: Row, base: str) -> bool:
@@ -259,15 +268,14 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
     rates = {variant.name: variant.bytes / statistics.median(times[variant.name]) for variant, _, _ in checked}
     bases = [variant.name for variant, _, _ in checked if variant.base]
 
-    def row(variant: Variant, case: Case, error: float) -> Row:
+    def row(variant: Variant, _: Case, error: float) -> Row:
         name = variant.name
         p10, median, p90 = np.quantile(times[name], (0.1, 0.5, 0.9)).tolist()
         device, wall, host = (statistics.median(seconds) for seconds in zip(*named[name], strict=True))
         return Row(
             variant=name, bytes=variant.bytes, median_s=median, p10_s=p10, p90_s=p90, gb_per_s=rates[name] / 1e9,
-            of_copy=rates[name] / rates[_COPY] if _COPY in rates else None,
-            of_triad=rates[name] / rates[_TRIAD] if _TRIAD in rates else None,
-            device_s=device, wall_s=wall, host_s=host, error=error, arenas=case.arenas, samples_s=times[name],
+            of_copy=rates[name] / rates[COPY] if COPY in rates else None,
+            device_s=device, wall_s=wall, host_s=host, error=error, samples_s=times[name],
             ratios={base: median_ratio(times[name], times[base]) for base in bases},
             quartiles={base: _quartiles(times[name], times[base]) for base in bases},
         )  # fmt: skip
@@ -275,51 +283,29 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
     return [row(*each) for each in checked]
 
 
-def _report(
-    device: Device,
-    benchmark: Benchmark,
-    rows: Sequence[Row] | Mapping[str, Mapping[str, int]],
-    absent: Sequence[Absent],
-    failed: Sequence[str],
-    load_before: float | None = None,
-) -> Report:
-    name, parameters, tolerance = benchmark.name, benchmark.parameters, benchmark.tolerance
-    where = machine(device.xp), versions(device.xp)
-    noisy = not isinstance(rows, Mapping) and any(is_noisy(row, base) for row, base in compared(rows))
-    return Report(name, parameters, tolerance, *where, load_before, benchmark.time, rows, absent, failed, noisy)
-
-
-def yardsticks(device: Device) -> list[Variant]:
-    """The copy and the triad; their three arrays are of random numbers, as zeros would be faster than data."""
+def yardstick(device: Device) -> Variant:
+    """Return the copy, of random numbers, as zeros would be faster than data."""
     piece = np.random.default_rng(1).standard_normal(device.copied // _PIECES, np.float32)
-    size = _PIECES * piece.size
 
     @cache
     def arrays() -> list[Array]:
-        made = device.empty([(_PIECES, piece.size)] * 3, np.float32)
-        for array in made[:2]:
-            array[...] = device.xp.asarray(piece)
-        device.poison(made[2:])
-        return [device.by_hand(array.reshape(-1)) for array in made]
+        source, target = (device.xp.empty((_PIECES, piece.size), np.float32) for _ in range(2))
+        source[...] = device.xp.asarray(piece)
+        device.poison([target])
+        return [device.by_hand(array.reshape(-1)) for array in (source, target)]
 
-    def copy(source: Array, _: Array, target: Array, part: slice) -> None:
+    def copy(source: Array, target: Array, part: slice) -> None:
         np.copyto(target[part], source[part])
 
-    def triad(one: Array, other: Array, target: Array, part: slice) -> None:
-        np.add(one[part], other[part], out=target[part])
+    @cache  # a check of it takes seconds on a GPU, and each benchmark has it
+    def error() -> float:
+        return relative_error(list(device.read(arrays()[1]).reshape(_PIECES, -1)), lambda _: piece.astype(np.float64))
 
-    @cache  # a benchmark's check of them takes seconds on a GPU, and each benchmark has them
-    def error(factor: float) -> float:
-        found = device.read(arrays()[2]).reshape(_PIECES, -1)
-        return relative_error(list(found), lambda _: piece.astype(np.float64) * factor)
+    def case() -> Case:
+        return Case(partial(spread, device, partial(copy, *arrays()), size), error)
 
-    def case(work: Callable[..., None], factor: float) -> Case:
-        return Case(partial(spread, device, partial(work, *arrays()), size), partial(error, factor))
-
-    return [
-        Variant(_COPY, 2 * 4 * size, partial(case, copy, 1.0), required=True, tolerance=1e-6),
-        Variant(_TRIAD, 3 * 4 * size, partial(case, triad, 2.0), tolerance=1e-6),
-    ]
+    size = _PIECES * piece.size
+    return Variant(COPY, 2 * 4 * size, case, required=True, tolerance=1e-6)
 
 
 def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
@@ -335,50 +321,3 @@ def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
             work(slice(start, min(end, start + _CHUNK)))
 
     on_all_cpus(share, range(cpus))
-
-
-# ---- launches ----
-
-
-def count_launches(gpu: Gpu, benchmark: Benchmark) -> Report:
-    """Run each variant that computes the same once under a profiler; ours that wait for the device have failed."""
-    count, rows = profiled(gpu), {}
-    checked, absent, failed = check(benchmark)
-    of_nothing = count(lambda: None)  # the profiler's own
-    for variant, case, _ in checked:
-        case.prepare()
-        gpu.wait()
-        found = count(case.run) - of_nothing
-        rows[variant.name] = {kind: found[kind] for kind in COUNTED}
-        if variant.base and found["waits"]:
-            failed.append(f"{variant.name} waits")
-    return _report(gpu, benchmark, rows, absent, failed)
-
-
-def profiled(gpu: Gpu) -> Callable[[Callable[[], object]], Counter[str]]:
-    """A function that counts a call's launches by torch's profiler, CuPy's included; raises as `Device.torch`."""
-    profiler = gpu.torch.profiler
-    activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
-
-    def count(run: Callable[[], object]) -> Counter[str]:
-        with profiler.profile(activities=activities) as found:
-            run()
-        return counts_of((str(event.device_type), event.name) for event in found.events())
-
-    return count
-
-
-def counts_of(events: Iterable[tuple[str, str]]) -> Counter[str]:
-    """Counts of (device type, name) pairs, as torch's profiler gives them."""
-    kinds = (_kind(name, on_device=device.endswith("CUDA")) for device, name in events)
-    return Counter(kind for kind in kinds if kind)
-
-
-def _kind(name: str, *, on_device: bool) -> str | None:
-    if on_device:
-        return "copies" if name.startswith("Memcpy") else "fills" if name.startswith("Memset") else "kernels"
-    if not name.startswith("cu"):
-        return None  # an operator of torch
-    if "Launch" in name:
-        return "launches"
-    return "waits" if "Synchronize" in name or name in {"cudaMemcpy", "cuMemcpyDtoH_v2"} else None

@@ -1,18 +1,14 @@
-"""The machine of a figure; `python -m gradengine.bench.machine [file]` prints that of the GPU.
+"""The machine of a figure.
 
 A number without its machine and versions cannot be compared with another.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +35,9 @@ def versions(xp: Any = np) -> dict[str, str | None]:
     """Versions of all packages that take part, on a GPU also CUDA's; None for one that is missing."""
     own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
     host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
-    more = (
-        {"cupy": xp.__version__, "triton": _version("triton"), "ml_dtypes": _version("ml_dtypes")}
-        if xp is not np
-        else {}
-    )
-    return host | more
+    if xp is np:
+        return host
+    return {**host, "cupy": xp.__version__, "triton": _version("triton"), "ml_dtypes": _version("ml_dtypes")}
 
 
 def load() -> float | None:
@@ -105,16 +98,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def main(files: Sequence[str]) -> None:
-    """Print machine and versions of a GPU as JSON, and write them to the files that are named."""
-    xp = importlib.import_module("cupy")
-    text = json.dumps({"machine": machine(xp), "versions": versions(xp)}, indent=1)
-    print(text)
-    for path in files:
-        Path(path).write_text(f"{text}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

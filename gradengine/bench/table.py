@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 
-from gradengine.bench.harness import COUNTED, NOISY, YARDSTICKS, Report, Row, compared, is_noisy
+from gradengine.bench.harness import COPY, NOISY, Report, Row, compared, is_noisy
 
 __all__ = ["table_of"]
 
@@ -20,50 +20,36 @@ _ON_A_HOST: Mapping[str, Callable[[Row], str]] = {
     "ms": lambda row: _ms(row.median_s),
     "p10-90": lambda row: f"{_ms(row.p10_s)}-{_ms(row.p90_s)}",
 }
-_ONLY_WIDE = {"p10-90", "wall ms", "host us", "MB", "of copy", "of triad", "error"}
-_FEW = 9.95  # below it a quartile has a decimal
+_ONLY_WIDE = {"p10-90", "wall ms", "host us", "of copy", "error"}
 
 
 def table_of(report: Report, *, wide: bool = True) -> Table:
     """The report as a table; absent variants are named below. A narrow one leaves some columns to --json."""
-    if isinstance(report.rows, Mapping):
-        counts = {variant: [str(found) for found in row.values()] for variant, row in report.rows.items()}
-        return _table(report, COUNTED, counts, [])
-    columns, memory = _columns(report, report.rows, wide=wide), "copy" if "gpu" in report.machine else "triad"
-    explained = {
-        "MB": "MB: bytes moved, counted",
-        "GB/s": f"GB/s: of bytes moved, counted, by the median {report.time} time",
-        f"of {memory}": f"of {memory}: fraction of the memory bandwidth that the {memory} reaches in this run",
-        "memory": "memory: beyond the gradients at its peak, in fp32 gradient sets",
-    }
+    columns = _columns(report, wide=wide)
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
         "vs x: time of the row / time of our x, median of the rounds, above 1 ours is faster",
         *([f"noisy a-b: no ratio is given, as the rounds' quartiles a and b differ by over {NOISY}x"] * report.noisy),
-        *(line for header, line in explained.items() if header in columns),
+        f"GB/s: of bytes moved, counted, by the median {report.time} time",
+        *(["of copy: share of the bandwidth that a copy reaches in this run"] * wide),
     ]
     cells = {row.variant: [cell(row) for cell in columns.values()] for row in report.rows}
     return _table(report, columns, cells, lines)
 
 
-def _columns(report: Report, rows: Sequence[Row], *, wide: bool) -> dict[str, Callable[[Row], str]]:
+def _columns(report: Report, *, wide: bool) -> dict[str, Callable[[Row], str]]:
     """Header -> the function that gives a row's text in that column."""
-    on_a_gpu = "gpu" in report.machine
-    columns = dict(_ON_A_GPU if on_a_gpu else _ON_A_HOST)
-    columns |= {"MB": lambda row: f"{row.bytes / 1e6:.1f}", "GB/s": lambda row: f"{row.gb_per_s:.1f}"}
-    columns["of copy" if on_a_gpu else "of triad"] = lambda row: _share(row.of_copy if on_a_gpu else row.of_triad)
-    for base in rows[0].ratios if rows else ():
+    columns = dict(_ON_A_GPU if "gpu" in report.machine else _ON_A_HOST)
+    columns["GB/s"] = lambda row: f"{row.gb_per_s:.1f}"
+    columns["of copy"] = lambda row: "" if row.of_copy is None else f"{row.of_copy:.1%}"
+    for base in report.rows[0].ratios if report.rows else ():
         header = f"vs {base.removeprefix('ours').strip() or 'ours'}"
         columns[header] = lambda row, base=base: _ratio(row, base)  # type: ignore[misc]
     columns["error"] = lambda row: f"{row.error:.0e}"
-    if any(row.arenas is not None for row in rows):
-        columns["memory"] = lambda row: "" if row.arenas is None else f"{row.arenas:.2f}"
     return columns if wide else {header: cell for header, cell in columns.items() if header not in _ONLY_WIDE}
 
 
-def _table(
-    report: Report, headers: Sequence[str] | Mapping[str, object], rows: Mapping[str, list[str]], lines: Sequence[str]
-) -> Table:
+def _table(report: Report, headers: Iterable[str], rows: Mapping[str, list[str]], lines: Sequence[str]) -> Table:
     """The table, with a caption that says which variants are absent and why, and names the machine."""
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items() if name != "hold")
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
@@ -89,19 +75,18 @@ def _warnings(report: Report) -> Iterator[str]:
     """Warnings that a reader must see before the figures."""
     if report.load is not None and report.load > int(str(report.machine["cores"])):
         yield f"BUSY MACHINE: load {report.load:.1f} on {report.machine['cores']} cores before the run"
-    if report.noisy and not isinstance(report.rows, Mapping):
+    if report.noisy:
         pairs = compared(report.rows)
         noisy = sum(is_noisy(row, base) for row, base in pairs)
         yield f"NOISY: {noisy} of {len(pairs)} ratios are not given, their rounds differ too much"
-    if report.noisy:
         yield "Run it again when nothing else runs."
 
 
 def _ratio(row: Row, base: str) -> str:
-    if row.variant in YARDSTICKS:
+    if row.variant == COPY:
         return ""
     if is_noisy(row, base):
-        return "noisy " + "-".join(f"{edge:.{0 if edge >= _FEW else 1}f}" for edge in row.quartiles[base])
+        return "noisy " + "-".join(f"{edge:.{0 if edge >= 9.95 else 1}f}" for edge in row.quartiles[base])
     return f"{row.ratios[base]:.2f}x"
 
 
@@ -116,7 +101,3 @@ def _where(report: Report) -> str:
 def _ms(seconds: float) -> str:
     """Milliseconds, to a microsecond where they are few."""
     return f"{1e3 * seconds:.1f}" if seconds >= 0.01 else f"{1e3 * seconds:.3f}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"

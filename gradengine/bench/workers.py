@@ -31,7 +31,7 @@ from gradengine.exchange import Exchange, Progress, connect, local_group
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, connect_once, listen_socket
 from gradengine.layout import GradientLayout
 
-__all__ = ["Crew", "Reduction", "contribution", "exchange_variants", "free_port", "receive_all", "sockets_of"]
+__all__ = ["Crew", "Reduction", "contribution", "exchange_variants", "free_port", "sockets_of"]
 
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
@@ -118,28 +118,6 @@ class ThreadReductions:
 
 
 @final
-class SocketReduction(Reduction):
-    """By hand: every worker sends its set to rank 0, which listens at the address, adds them and sends the sum back."""
-
-    def __init__(self, address: Address, world_size: int, elements: int, rank: int) -> None:
-        super().__init__(rank, world_size, elements)
-        self._others = sockets_of(address, world_size, rank)
-        self._received = np.empty_like(self.arena)
-
-    def run(self) -> None:
-        """Send and wait; or, on rank 0, receive, add, and send to each."""
-        if self.rank:
-            self._others[0].sendall(self.arena.data)
-            receive_all(self._others[0], self.arena)
-            return
-        for connection in self._others:
-            receive_all(connection, self._received)
-            self.arena += self._received
-        for connection in self._others:
-            connection.sendall(self.arena.data)
-
-
-@final
 class GlooReduction(Reduction):
     """PyTorch's gloo over TCP on the loopback interface; the ranks meet at a file that does not exist yet."""
 
@@ -179,16 +157,6 @@ def _connected(address: Address) -> socket.socket:
             if time.monotonic() > deadline:
                 raise
         time.sleep(RETRY_SECONDS)
-
-
-def receive_all(connection: socket.socket, memory: npt.NDArray[np.float32]) -> None:
-    """Fill an array from a socket."""
-    view, filled = memory.data.cast("B"), 0
-    while filled < view.nbytes:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
-            raise ConnectionError("the other end closed the connection")
-        filled += count
 
 
 def free_port() -> int:
@@ -255,7 +223,7 @@ def _serve(build: Build, rank: int, report: Reporter) -> None:
 
 @contextmanager
 def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[list[Variant]]:
-    """Ours over TCP, over Unix sockets, in shared memory and between threads; a star of sockets by hand; and gloo.
+    """Ours over TCP, over Unix sockets, in shared memory and between threads; and gloo.
 
     The processes live until the context ends; the set is a multiple of 32 elements.
     """
@@ -277,6 +245,5 @@ def exchange_variants(host: Host, world_size: int, elements: int) -> Iterator[li
             variant("ours unix://", ExchangeReduction.over, f"unix://{folder / 'unix'}", "unix"),
             variant("ours shared memory", ExchangeReduction.over, f"unix://{folder / 'memory'}", "shared_memory"),
             variant("ours threads", ThreadReductions, processes=1),
-            variant("sockets by hand", SocketReduction, ("127.0.0.1", free_port())),
             variant("torch gloo", GlooReduction, str(folder / "gloo")),
         ]

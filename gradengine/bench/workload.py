@@ -21,14 +21,13 @@ _SHIFTS = 1 << 20  # places in the pool of random numbers where a component may 
 _STRIDE = 4801  # between the beginnings of one component and the next: odd, so that all places come
 
 
-def model_layout(blocks: int, hidden: int, *, head: bool = True, odd: bool = False) -> GradientLayout:
+def model_layout(blocks: int, hidden: int, *, head: bool = True) -> GradientLayout:
     """A Llama in the proportions of the 350M model, which has 24 blocks of 1024: kv a quarter, intermediate 4 times.
 
     Args:
         blocks: Transformer blocks.
         hidden: Hidden size, a multiple of 4.
         head: With LM head and final norm; the embedding is tied.
-        odd: Each component flat and 3 elements shorter: no size is a multiple of 8.
 
     Example:
         >>> model_layout(24, 1024).nbytes, model_layout(6, 1024, head=False).nbytes
@@ -39,8 +38,7 @@ def model_layout(blocks: int, hidden: int, *, head: bool = True, odd: bool = Fal
             "there is no such model", got=f"{blocks} blocks of {hidden}", expected="at least 1 block of a multiple of 4"
         )
     whole = GradientLayout.transformer(blocks, hidden, hidden // 4, 4 * hidden, 32 * hidden, embedding=False)
-    slots = [slot for slot in whole.slots if head or slot.block is not None]
-    return GradientLayout.of({slot.name: (slot.size - 3,) if odd else slot.shape for slot in slots})
+    return GradientLayout.of({slot.name: slot.shape for slot in whole.slots if head or slot.block is not None})
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,10 @@ class Workload:
     dtype: str  # "float32" or "bfloat16", which is held as its bits, in uint16
     values: Sequence[Sequence[npt.NDArray[Any]]]  # each micro-batch's gradients in layout order, on the host
     batches: Sequence[Sequence[Array]]  # the same on the device, in memory of their own
-    odd: bool  # whether they lie at odd elements
 
     @staticmethod
-    def drawn(
-        device: Device, layout: GradientLayout, micro_batches: int, dtype: str = "float32", *, odd: bool = False
-    ) -> Workload:
+    def drawn(device: Device, layout: GradientLayout, micro_batches: int, dtype: str = "float32") -> Workload:
         """A workload of normally distributed gradients, each a part of one pool, so that drawing them takes no time."""
-        if dtype not in {"float32", "bfloat16"}:
-            raise CallerError("no benchmark for this dtype", got=repr(dtype), expected="'float32' or 'bfloat16'")
-        if micro_batches < 1:
-            raise CallerError("too few micro-batches", got=micro_batches, expected="at least 1")
         slots = list(layout.slots) * micro_batches
         size = max(slot.size for slot in slots) + _SHIFTS
         pool: npt.NDArray[Any] = np.random.default_rng(0).standard_normal(size, np.float32)
@@ -72,17 +63,11 @@ class Workload:
             pool[number * _STRIDE % _SHIFTS :][: slot.size].reshape(slot.shape) for number, slot in enumerate(slots)
         )
         values = [[next(stretches) for _ in layout.slots] for _ in range(micro_batches)]
-        return Workload(device, layout, dtype, values, [device.placed(batch, odd=odd) for batch in values], odd)
+        return Workload(device, layout, dtype, values, [device.placed(batch) for batch in values])
 
     def first(self, count: int) -> Workload:
         """A workload of the first micro-batches, in the same memory."""
         return replace(self, values=self.values[:count], batches=self.batches[:count])
-
-    def every_second(self) -> Workload:
-        """A workload of the first component, the third and so on, in the same memory."""
-        layout = GradientLayout.of({slot.name: slot.shape for slot in self.layout.slots[::2]})
-        values, batches = ([each[::2] for each in whole] for whole in (self.values, self.batches))
-        return replace(self, layout=layout, values=values, batches=batches)
 
     @property
     def count(self) -> int:
