@@ -10,17 +10,10 @@ from gradengine.errors import CallerError, GradientError
 
 _WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
 _HELP = """\
-The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.
+gradengine doctor     installed packages, usable devices, and what connect() would read and start
+gradengine --version  the version
 
-Ready to use:
-  gradengine doctor     installed packages, usable devices, and what connect() would read and start
-  gradengine --version  the version
-
-After pip install 'gradengine[cli]':
-  gradengine demo       train a small Llama with several workers, and prove that they are right
-  gradengine bench      time each part beside NumPy by hand and PyTorch
-  gradengine plan       predict the memory and time of a training step
-  gradengine serve      serve one group of workers\
+After pip install 'gradengine[cli]' also gradengine demo, bench, plan and serve.\
 """
 
 _INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
@@ -40,10 +33,8 @@ def main() -> None:
             raise
         what, extra = _WANTED[package]
         _end(2, f"{what} needs {package}, which is not installed: pip install 'gradengine[{extra}]'")
-    except CallerError as fault:
-        _end(2, str(fault))
     except GradientError as fault:
-        _end(1, str(fault))
+        _end(2 if isinstance(fault, CallerError) else 1, str(fault))
     except OSError as fault:
         if fault.errno not in {errno.ENOSPC, errno.EPIPE}:
             raise

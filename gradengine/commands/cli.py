@@ -35,18 +35,12 @@ def doctor(
 
     Run it as the script is run: `srun gradengine doctor`, `mpiexec -n 2 gradengine doctor`.
     """
-    if json is None:
-        show(sections())
-        return
     writable_json(json)
-    found = dict(sections())
-    as_json = {
-        title: {name: {"value": value, "note": note} for name, (value, note) in rows.items()}
-        for title, rows in found.items()
-    }
-    print_or_save(json_format.dumps(as_json, indent=1), json)
+    found = sections() if json is None else list(sections())
+    if json is not None:
+        print_or_save(json_format.dumps(dict(found), indent=1), json)
     if json != STDOUT:
-        show(found.items())
+        show(found)
 
 
 app.command()(serve)

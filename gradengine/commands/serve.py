@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -15,9 +14,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
-from rich.highlighter import NullHighlighter
 from rich.live import Live
-from rich.logging import RichHandler
 from rich.table import Table
 
 from gradengine.exchange import GradientServer
@@ -47,25 +44,20 @@ def serve(
     Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
     after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
     """
+    if token_file is not None:
+        token: str | None = token_in(token_file)
+    else:  # not from an argument, which every user of the machine can read
+        token = found.value if (found := read_token(os.environ)) else None
     address = (host, port) if unix is None else str(unix.absolute())
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with GradientServer(
-            world_size,
-            address,
-            token=_token(token_file),
-            job=job,
-            timeout=timeout,
-            join_timeout=join_timeout,
-            tls=tls,
-        ) as server:
-            console = Console(stderr=True)
-            with _logged(console):
-                typer.echo(server.url)
-                with _live(server, world_size, console) if console.is_terminal else contextlib.nullcontext():
-                    server.serve()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with GradientServer(
+        world_size, address, token=token, job=job, timeout=timeout, join_timeout=join_timeout, tls=tls
+    ) as server:  # fmt: skip
+        signal.signal(signal.SIGTERM, _terminate)
+        console = Console(stderr=True)
+        typer.echo(server.url)
+        with _live(server, world_size, console) if console.is_terminal else contextlib.nullcontext():
+            _log()
+            server.serve()
     typer.echo(f"all {world_size} workers have connected and left", err=True)
 
 
@@ -74,31 +66,12 @@ def _terminate(*_: object) -> NoReturn:
     raise SystemExit(_TERMINATED)
 
 
-def _token(path: Path | None) -> str | None:
-    """The group's secret, from a file or the environment, since every user of the machine can read arguments."""
-    if path is not None:
-        return token_in(path)
-    found = read_token(os.environ)
-    return found.value if found else None
-
-
-@contextlib.contextmanager
-def _logged(console: Console) -> Iterator[None]:
-    """A context in which the console says who joins and who is refused."""
-    logger = logging.getLogger("gradengine.exchange")
-    handler: logging.Handler = logging.StreamHandler()
-    if console.is_terminal:  # above the table
-        handler = RichHandler(console=console, show_level=False, show_path=False, highlighter=NullHighlighter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    before = logger.level
+def _log() -> None:
+    """Say on stderr who joins and who is refused; on a terminal it goes above the table."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("gradengine.exchange")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def _live(server: GradientServer, world_size: int, console: Console) -> Live:

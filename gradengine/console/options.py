@@ -68,13 +68,10 @@ def writable_json(path: Path | None) -> Path | None:
 def _refuse_unwritable(path: Path, option: str) -> None:
     """Raise `CallerError` unless the file, or if it does not exist its nearest existing folder, can be written to."""
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    reason = None
-    if there == path:
-        reason = "it is a folder" if path.is_dir() else None
-    elif not there.is_dir():
-        reason = f"{str(there)!r} is not a folder"
-    if reason or not os.access(there, os.W_OK):
-        raise _unwritable(path, option, reason or "permission denied")
+    if there.is_dir() == (there == path):
+        raise _unwritable(path, option, f"{str(there)!r} is {'a' if there.is_dir() else 'not a'} folder")
+    if not os.access(there, os.W_OK):
+        raise _unwritable(path, option, "permission denied")
 
 
 def refuse_bad_plot(path: Path) -> None:
