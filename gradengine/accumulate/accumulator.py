@@ -120,7 +120,7 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
     @property
     def total_weight(self) -> float:
         """Sum of the window's weights, in fp64, in order."""
-        return ordered_sum(self.weights)
+        return ordered_sum(map(float, self._window.weights))
 
     @property
     def mean_factor(self) -> np.float32:

@@ -17,7 +17,7 @@ from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
 from gradengine.engine.checkpoint import Checkpoint, checkpoint_of, saved_state
-from gradengine.engine.loss_scaling import LossScaling
+from gradengine.engine.loss_scaling import LossScaling, checked_scale
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
@@ -109,6 +109,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
+        loss_scale = checked_scale(loss_scale, on_non_finite)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches)
         if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
@@ -353,7 +354,9 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if not deferred:
             with accumulator.changing(State.BROKEN) if destinations is None else arena.in_order():
                 self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
-        result = self._result(decided, out, deferred)
+        arrays = accumulator.by_name if out is None else handed_back(self.layout.slots, out)
+        names, changes = self._group_names, self._state.changes
+        result = StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, self._late)
         producers = accumulator.producers
         if self._captures:
             self._captures[0].window.closed(result, out, destinations)
@@ -532,7 +535,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        used = self._scaling.used(decision, scale)
+        used = None if self._scaling.dynamic is None else self._scaling.used(decision, scale)
         return DecidedStep(stats, decision, non_finite, step, self._reducer.workers.progress.took, used)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
@@ -543,8 +546,3 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         counted = 0 if self._captures or not self._late.exist else self._late.note_queued(step)
         finalise = partial(self._kernels.finalise, weight=stats.on_device, loss_scale=scaling)
         return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
-
-    def _result(self, decided: DecidedStep, out: Gradients | None, deferred: bool) -> StepResult:
-        arrays = self.accumulator.by_name if out is None else handed_back(self.layout.slots, out)
-        names, changes = self._group_names, self._state.changes
-        return StepResult(decided.step, deferred, decided, arrays, self.accumulator, changes, names, self._late)

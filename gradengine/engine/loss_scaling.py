@@ -30,16 +30,13 @@ class LossScaling:
         self, scale: float | DynamicLossScale, settings: Settings, accumulator: PerBlockGradientAccumulator
     ) -> None:
         rule = scale if isinstance(scale, DynamicLossScale) else None
-        if rule is not None and settings.on_non_finite != "skip":
-            got, do = f"on_non_finite={settings.on_non_finite!r}", 'build the engine with on_non_finite="skip"'
-            raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
         self._shared, self._is_on_gpu = settings.shared, accumulator.kernels.device.name != "cpu"
         self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
         self._number = 1.0
         if isinstance(scale, DynamicLossScale):
             self._shared["loss_scale"] = f"by {scale}"
         else:
-            self._take(checked_loss_scale(scale))
+            self._take(scale)
 
     @property
     def value(self) -> Any:
@@ -100,6 +97,16 @@ class LossScaling:
             self._take(scale)
         else:
             self.dynamic.write(np.float32(scale), tracker)
+
+
+def checked_scale(scale: float | DynamicLossScale, on_non_finite: str) -> float | DynamicLossScale:
+    """Return an engine's `loss_scale`; raises `CallerError` for one that is out of range, or needs skipped steps."""
+    if not isinstance(scale, DynamicLossScale):
+        return checked_loss_scale(scale)
+    if on_non_finite != "skip":
+        got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
+        raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
+    return scale
 
 
 def checked_loss_scale(value: float) -> float:
