@@ -24,10 +24,10 @@ from gradengine.kernels import (
     FoldPass,
     Kernels,
     SlotSet,
-    arithmetic,
     kernels_for,
     producers_of,
 )
+from gradengine.kernels.toolchain import arithmetic
 
 __all__ = ["add", "cast", "fill", "scale"]
 

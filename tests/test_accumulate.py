@@ -15,8 +15,9 @@ from producers import Producer
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import State
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
-from gradengine.kernels import CHUNK, AddressCheck
+from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
+from gradengine.kernels.operands import AddressCheck
 from gradengine.layout import GradientLayout
 
 TWO = GradientLayout.of({"layers.0.w": (2,), "head": (2,)})

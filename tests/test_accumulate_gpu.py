@@ -93,7 +93,6 @@ def all_but_taken(emulated, room):
 
 class TestMemory:
     def test_needed_for_350_million_parameters(self):
-        assert 1.5e9 < GpuGradientAccumulator.memory_needed(LARGE) < 1.6e9
         assert LARGE.nbytes < GpuGradientAccumulator.memory_needed(LARGE) < 1.01 * LARGE.nbytes
 
     def test_more_than_any_device_has(self, device):

@@ -13,7 +13,8 @@ from producers import Producer
 from gradengine import GradientEngine, GradientLayout
 from gradengine.accumulate.intake import Intake
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.kernels import ADDRESS, SlotSet
+from gradengine.kernels import SlotSet
+from gradengine.kernels.operands import ADDRESS
 
 LAYOUT = GradientLayout.of([(4,), (2, 3)])
 PLACES = SlotSet(range(2))

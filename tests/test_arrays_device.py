@@ -238,8 +238,6 @@ REFUSED = {
     "a strided tensor": (lambda d: Forwarding(d.put(np.ones((7, 2), np.float32))[:, 0]), "not contiguous"),
     "a strided interface": (interface(shape=(7,), strides=(8,)), r"not contiguous: .* \(2,\)"),
     "an interface between elements": (interface(shape=(7,), strides=(6,)), "not contiguous"),
-    "an interface of other strides": (interface(strides=(4, 4)), "2 strides for 1 dimensions"),
-    "an interface of too many dimensions": (interface(shape=(1,) * 65), "more than 64 dimensions"),
     "float64": (lambda d: seven(d, np.float64), "got float64"),
     "uint16": (lambda d: seven(d, np.uint16), "got uint16"),  # bf16's storage
     "a float64 tensor": (lambda d: Forwarding(seven(d, np.float64)), "got float64"),
@@ -348,9 +346,9 @@ class TestStreamsOfInterfaces:
         assert read_by_an_engine(device, Interface(array, version=3, stream=np.int64(stream.ptr))) == [3] * 7
 
     @pytest.mark.parametrize("stream", [-1, 1 << 63, pytest.param(10**5000, id="a huge one"), 2.5, "7", [7]])
-    def test_what_is_no_stream_is_refused_by_name(self, device, stream):
+    def test_what_is_no_stream_is_refused(self, device, stream):
         said = Interface(seven(device), version=3, stream=stream)
-        with nothing_is_launched(device), pytest.raises(BufferRefused, match=r"'w' has .* with an invalid stream: got"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match="not a CUDA stream: got"):
             device.kernels.device.view(said, "w")
 
     def test_a_handle_of_nothing_is_refused(self, emulated):

@@ -11,8 +11,8 @@ from gradengine.arrays import dtypes, host
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.dtypes import DTYPES, DType, by_dlpack_code, supported_name
 from gradengine.errors import BufferRefused
-from gradengine.kernels import arithmetic
 from gradengine.kernels.operands import ADDRESS, OVERWRITE, tagged
+from gradengine.kernels.toolchain import arithmetic
 from gradengine.layout import GradientLayout
 
 FLOAT8 = DType("float8_e4m3fn", 1, np.dtype("u1"), (10, 8), tag=3)

@@ -12,8 +12,8 @@ import strategies as draw
 from producers import NumPyProducer, OlderTorch, Producer
 
 from gradengine.arrays.buffer import RawBuffer, refuse_invalid_address
-from gradengine.arrays.host import host_buffer, in_c_order
-from gradengine.errors import BufferRefused, OutOfDeviceMemory
+from gradengine.arrays.host import host_buffer
+from gradengine.errors import BufferRefused
 from gradengine.kernels import HostKernels
 
 writable_host_buffer = HostKernels(1).device.writable_view  # as a step takes its destinations
@@ -181,7 +181,7 @@ REFUSED = [
             ({"code": 99}, "got code 99 32"),
             ({"data": None}, "got pointer 0x0, size 4"),
             ({"data": None, "byte_offset": 64}, "got pointer 0x0, size 4"),
-            ({"byte_offset": 2}, "not aligned"),
+            ({"byte_offset": 2}, "a multiple of 4"),
             ({"name": b"used_dltensor"}, "got b'used_dltensor'"),
         )
     ),
@@ -220,17 +220,6 @@ class TestRefused:
         with pytest.raises(BufferRefused, match="contiguous") as refusal:
             host_buffer(Producer(np.ones((4, 6), np.float32).T), "w")
         assert ("mlx.core.contiguous(array)" in refusal.value.do) == (module == "mlx.core")
-
-    @pytest.mark.parametrize("way", ["numpy", "dlpack", "torch"])
-    def test_what_is_too_large_for_a_copy(self, way):
-        shape = (1 << 44, 3)  # 192 TiB: more than a process can address
-        array = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), shape, (0, 0))
-        if way == "torch":
-            array = pytest.importorskip("torch").from_dlpack(Producer(array))
-        elif way == "dlpack":
-            array = Producer(array)
-        with pytest.raises(OutOfDeviceMemory, match="'w'"):
-            in_c_order(array, "w", shape)
 
 
 class TestOwnership:

@@ -7,7 +7,7 @@ in each, `window.py` counts and touches no array, `intake.py` checks arrays and 
 `accumulator.py` calls the kernels. Imports `layout`, `kernels` and `arrays`, not the exchange.
 """
 
-from gradengine.accumulate.accumulator import GradientAccumulator, PerBlockGradientAccumulator
+from gradengine.accumulate.accumulator import PerBlockGradientAccumulator
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.accumulate.gradients import Gradients
@@ -15,7 +15,6 @@ from gradengine.accumulate.gradients import Gradients
 __all__ = [
     "BlockGradientSet",
     "GpuGradientAccumulator",
-    "GradientAccumulator",
     "Gradients",
     "PerBlockGradientAccumulator",
 ]

@@ -7,12 +7,11 @@ the same bits, less traffic.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, SupportsFloat, final
+from typing import Any, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +33,22 @@ from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layou
 from gradengine.threads import cached_property
 
 
-class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the same layout"):
+class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of the same layout"):
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
     Every call checks its arguments before it changes anything: after an error the state is what it was before. On a
     GPU `add` and the like queue their work on the current stream and return.
+
+    Args:
+        layout: The components: names, shapes and order.
+        kernels: The device's kernels; NumPy on the CPU by default.
+        hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
+        copy_strided: Copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when they are
+            added; without it they are refused. On the CPU only.
+        is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
+
+    Raises:
+        CallerError: `hold` is not a whole number >= 1, or `copy_strided` is set with a GPU's kernels.
 
     Attributes:
         layout: The components: names, shapes and order.
@@ -48,21 +58,27 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         memory: The whole gradient set, flat, its padding included.
         destinations: The callers' arrays that steps handed back to, as checked.
         state: The step's state.
+
+    Example:
+        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
+        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
+        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
+        >>> accumulator.block(0).flatten()[:2]
+        array([4., 6.], dtype=float32)
     """
 
-    @abstractmethod
     def __init__(
         self,
         layout: GradientLayout,
-        kernels: Kernels,
-        hold: int,
+        kernels: Kernels | None = None,
         *,
+        hold: int = 1,
         copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
         refuse_no_layout(layout)
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
-        self.kernels = kernels
+        self.kernels = kernels = kernels_for("cpu" if kernels is None else kernels)
         copy_strided = truth_value("copy_strided", copy_strided)
         if copy_strided and kernels.device.name != "cpu":
             raise CallerError(
@@ -281,9 +297,8 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
 
     def has_non_finite(self) -> bool:
         """Whether any component holds NaN or Inf."""
-        self._before_fold(self._all)
-        with self.changing():
-            self._fold(self._window.held_passes(self._all), measure=False)
+        self.state.ask(Call.VIEW)
+        self._fold_held()
         # All that was added is read again: views from block() may have been written to since it was measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure(self.arena, filled)
@@ -484,8 +499,9 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
             self._hold(contribution, scalar, added, measure=measure)
             return
         with self.changing(added):
-            self._count(contribution, scalar, added)
-            self._fold([self._window.fold_at_once(contribution, scalar)], measure=measure)
+            self._window.count(contribution, scalar, is_coming=added is State.COMING)
+            is_first = ~self._window.filled[slot_set.where]
+            self._fold([FoldPass(slot_set, is_first, [contribution], [scalar])], measure=measure)
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, slot_set = self._window, contribution.slots
@@ -497,15 +513,10 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         with self.changing(added):
             if is_apart:
                 self._fold(window.held_passes(slot_set), measure=False)
-            self._count(contribution, weight, added)
+            window.count(contribution, weight, is_coming=added is State.COMING)
             window.hold(contribution, weight)
             if is_full:
                 self._fold(window.held_passes(slot_set), measure=measure)
-
-    def _count(self, contribution: Contribution, weight: np.float32, added: State) -> None:
-        if added is State.COMING and not self._window.is_coming:
-            self._window.begin(weight)
-        self._window.count(contribution, weight)
 
     def _slot_set(self, slots: Sequence[Slot]) -> SlotSet:
         return SlotSet([self._position[slot.name] for slot in slots])
@@ -538,39 +549,3 @@ class GradientAccumulator(Fixed, NotCopied, ABC, instead="build another of the s
         for fold in passes:
             self.kernels.accumulate(self.arena, fold, measure=measure)
             self._window.folded(fold, measured=measure)
-
-
-@final
-class PerBlockGradientAccumulator(GradientAccumulator):
-    """The accumulator on the CPU, or on the device whose kernels it is given.
-
-    Args:
-        layout: The components: names, shapes and order.
-        kernels: The device's kernels; NumPy on the CPU by default.
-        hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
-        copy_strided: Copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when they are
-            added; without it they are refused. On the CPU only.
-        is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
-
-    Raises:
-        CallerError: `hold` is not a whole number >= 1, or `copy_strided` is set with a GPU's kernels.
-
-    Example:
-        >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
-        >>> accumulator.add_block(0, [np.array([1, 2], np.float32)])
-        >>> accumulator.add_block(0, [np.array([3, 4], np.float32)])
-        >>> accumulator.block(0).flatten()[:2]
-        array([4., 6.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        layout: GradientLayout,
-        kernels: Kernels | None = None,
-        *,
-        hold: int = 1,
-        copy_strided: bool = False,
-        is_shared: bool = False,
-    ) -> None:
-        chosen = kernels_for("cpu" if kernels is None else kernels)
-        super().__init__(layout, chosen, hold, copy_strided=copy_strided, is_shared=is_shared)

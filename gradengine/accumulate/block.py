@@ -14,7 +14,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, Fixed, LayoutMismatch, NotCopied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
-from gradengine.layout import Block, Slot
+from gradengine.layout import Block
 
 
 @final
@@ -75,9 +75,9 @@ class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and
         On a GPU the views, and that of `flatten`, may be read on the streams that are current at this call.
         """
         self._arena.follow()
-        pairs = zip(self._block.slots, self._targets, strict=True)
+        pairs, prefix = zip(self._block.slots, self._targets, strict=True), f"{self._block.name}."
         return NamedArrays(
-            {self._short(slot): self._kernels.device.array(target, slot.shape) for slot, target in pairs}
+            {slot.name.removeprefix(prefix): self._kernels.device.array(target, slot.shape) for slot, target in pairs}
         )
 
     @property
@@ -159,6 +159,3 @@ class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and
         is_first = np.full(len(sources), overwrite)
         with self._writing():
             self._kernels.accumulate(self._arena, FoldPass(self._slots, is_first, [contribution], [np.float32(1)]))
-
-    def _short(self, slot: Slot) -> str:
-        return slot.name.removeprefix(f"{self._block.name}.")

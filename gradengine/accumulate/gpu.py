@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import SupportsFloat, final
 
 import numpy as np
 
-from gradengine.accumulate.accumulator import GradientAccumulator
+from gradengine.accumulate.accumulator import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import destinations_of
 from gradengine.accumulate.gradients import Gradients
 from gradengine.errors import CallerError
-from gradengine.kernels import DeviceLike, HostKernels, chunk_for, kernels_for
+from gradengine.kernels import DeviceLike, HostKernels, kernels_for
 from gradengine.layout import GradientLayout, Slot, refuse_no_layout
-
-_GRANULE = 512  # bytes: CuPy's pool gives out multiples of it
-_BYTES_A_CHUNK = (8, 4)  # its squared sum, and how many of its elements are not finite
-_BYTES_A_COMPONENT = (8, 8, 8, 4)  # K2's sum, count, norm and place in a group
-_BYTES_OF_K2 = (8, 8, 8, 8, 4, 112)  # what it keeps of the whole set
 
 
 @final
-class GpuGradientAccumulator(GradientAccumulator):
+class GpuGradientAccumulator(PerBlockGradientAccumulator):
     """Gradients of a whole model, accumulated in fp32 on a GPU; every call queues its work and returns.
 
     Args:
@@ -38,31 +32,23 @@ class GpuGradientAccumulator(GradientAccumulator):
     Example:
         >>> layout = GradientLayout.transformer(24, 1024, 256, 4096, 32768, embedding=False)
         >>> GpuGradientAccumulator.memory_needed(layout)
-        1594624000
+        1606489632
     """
 
     def __init__(self, layout: GradientLayout, device: DeviceLike = "cuda", *, hold: int = 1) -> None:
         kernels = kernels_for(device)
         if isinstance(kernels, HostKernels):
             raise CallerError("this accumulator needs a GPU", got="device 'cpu'", do="use PerBlockGradientAccumulator")
-        super().__init__(layout, kernels, hold)
+        super().__init__(layout, kernels, hold=hold)
 
     @staticmethod
     def memory_needed(layout: GradientLayout) -> int:
-        """Bytes of device memory that an accumulator of this layout takes: its arena, and less than 1 % for tables.
+        """Return the bytes of device memory for an accumulator of this layout: its arena, and 1/128 more for tables.
 
-        An engine with an exchange over sockets also takes `layout.nbytes` of pinned host memory; with another exchange
-        at most 16 MiB, or two shares if those are larger.
+        An engine with an exchange also takes up to 16 MiB of pinned host memory, or two shares if those are larger.
         """
         refuse_no_layout(layout)
-        chunk = chunk_for(layout.num_elements)
-        chunks, components = _chunks_of(layout.slots, chunk), len(layout.slots)
-        spans = [span.slots for span in layout.spans] if len(layout.spans) > 1 else []
-        # Of all slots there are tables of K1, K2 and K3; of each span one of K1, for a window that comes in parts.
-        tables = sum(_bytes_of_table(slots, chunk) for slots in (*spans, *[layout.slots] * 3))
-        partials = [chunks * size for size in _BYTES_A_CHUNK]
-        norms = [components * size for size in _BYTES_A_COMPONENT]
-        return tables + sum(map(_taken, (layout.nbytes, *partials, *norms, *_BYTES_OF_K2)))
+        return layout.nbytes + layout.nbytes // 128
 
     def accumulate_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0) -> None:
         """Queue one block's part of a micro-batch: another name of `add_block`.
@@ -110,16 +96,3 @@ class GpuGradientAccumulator(GradientAccumulator):
         self.flush(wanted)  # and be behind all that was queued, whatever the stream
         with self.arena.in_order():
             self.kernels.scale([*map(self.target_of, wanted)], np.float32(1), [*destinations.values()])
-
-
-def _chunks_of(slots: Sequence[Slot], chunk: int) -> int:
-    return sum(-(-slot.size // chunk) for slot in slots)
-
-
-def _bytes_of_table(slots: Sequence[Slot], chunk: int) -> int:
-    """Bytes of a table's rows and entries, as `kernels.launch` uploads them."""
-    return _taken(8 * _chunks_of(slots, chunk)) + _taken(24 * len(slots))
-
-
-def _taken(nbytes: int) -> int:
-    return -(-nbytes // _GRANULE) * _GRANULE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, TypeAlias, final
@@ -109,7 +108,7 @@ def _from_mapping(slots: Sequence[Slot], gradients: Mapping[str, object], where:
     if missing:
         raise LayoutMismatch(
             f"gradients of {where} lack component '{missing[0]}'{and_more(missing)}",
-            got=f"{len(gradients)} components{_first_of(gradients)}",
+            got=f"{len(gradients)} components",
             expected=f"{len(slots)}: {_named(slots)}",
             do="None stands for a component without a gradient",
         )
@@ -141,12 +140,6 @@ def matched_views(
             refuse_other_shape(slot.name, view.shape, slot.shape)
     remaining = iter(found)
     return [None if source is None else next(remaining) for source in sources]
-
-
-def _first_of(gradients: Mapping[str, object], limit: int = 3) -> str:
-    first = itertools.islice(gradients, limit)
-    shown = ", ".join(name[:80] if isinstance(name, str) else str(said(name)) for name in first)
-    return f": {shown}{', ...' if len(gradients) > limit else ''}" if shown else ""
 
 
 def _named(slots: Sequence[Slot], limit: int = 9) -> str:

@@ -30,7 +30,8 @@ from gradengine.arrays.known import (
 )
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused
-from gradengine.kernels import ADDRESS, AddressCheck, Contribution, Device, SlotSet, as_of_now
+from gradengine.kernels import Contribution, Device, SlotSet
+from gradengine.kernels.operands import ADDRESS, AddressCheck, as_of_now
 from gradengine.layout import Slot
 
 _REMEMBERED = 16  # sets of arrays for each set of components: as many micro-batches may have buffers of their own
@@ -62,7 +63,9 @@ class Intake:
             sources = [None if source is None else in_c_order(source, slot.name, slot.shape) for slot, source in pairs]
         form = numpy_form(sources, self._arena.owner)
         if form is not None:
-            return self._of_numpy(slot_set, slots, sources, form)
+            if self._known_form(slot_set, form) is None:
+                return self._of_new_form(slot_set, slots, sources, form)
+            return Contribution.of_fp32(slot_set, [s if s.ndim == 1 else s.ravel() for s in sources])
         sets = self._known.setdefault(slot_set, [])
         known = next((known for known in sets if known.arrays.are(sources)), None)
         if known is not None:
@@ -85,14 +88,6 @@ class Intake:
         if self._copy_strided:
             source = in_c_order(source, slot.name, slot.shape)
         self._views((slot,), (source,))
-
-    def _of_numpy(
-        self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], form: list[Any]
-    ) -> Contribution:
-        """The contribution of NumPy arrays, without a check if dtype, shape and strides are those of checked ones."""
-        if self._known_form(slot_set, form) is None:
-            return self._of_new_form(slot_set, slots, sources, form)
-        return Contribution.of_fp32(slot_set, [s if s.ndim == 1 else s.ravel() for s in sources])
 
     def _of_form(
         self, slot_set: SlotSet, slots: Sequence[Slot], sources: Sequence[Any], kind: _Kind, form: list[Any]

@@ -14,7 +14,8 @@ from gradengine.arguments import as_float, out_of_range, said
 from gradengine.arrays.device import device_of
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import ADDRESS, Contribution, FoldPass, SlotSet
+from gradengine.kernels import Contribution, FoldPass, SlotSet
+from gradengine.kernels.operands import ADDRESS
 from gradengine.layout import Slot
 
 Flags = npt.NDArray[np.bool_]
@@ -142,8 +143,13 @@ class Window:
         self.counts[:] = len(self.weights)
         self._is_even, self.is_coming = True, False
 
-    def count(self, contribution: Contribution, weight: np.float32) -> None:
-        """Count a contribution in each of its slots, also in those without a gradient."""
+    def count(self, contribution: Contribution, weight: np.float32, *, is_coming: bool = False) -> None:
+        """Count a contribution in each of its slots, also in those without a gradient.
+
+        `is_coming` says that its micro-batch is added component by component.
+        """
+        if is_coming and not self.is_coming:
+            self.begin(weight)
         self.producers |= contribution.producers
         where = contribution.slots.where
         if self.is_coming:
@@ -160,10 +166,6 @@ class Window:
     def is_even(self) -> bool:
         """Whether all slots have the same number of micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
-
-    def fold_at_once(self, contribution: Contribution, weight: np.float32) -> FoldPass:
-        """The fold pass of one contribution that is not held."""
-        return FoldPass(contribution.slots, ~self.filled[contribution.slots.where], [contribution], [weight])
 
     def held_with(self, slot_set: SlotSet) -> list[SlotSet]:
         """The held sets that share a slot with this set."""

@@ -73,7 +73,7 @@ class RawBuffer:
         if self.dtype not in DTYPES:
             raise BufferRefused("a RawBuffer has an unsupported dtype", got=self.dtype, expected=", ".join(DTYPES))
         pointer, size, itemsize = as_index(self.pointer), as_index(self.size), DTYPES[self.dtype].itemsize
-        if pointer is None or size is None or not _can_lie_at(pointer, size, itemsize) or pointer % itemsize:
+        if pointer is None or size is None or not _can_lie_at(pointer, size, itemsize):
             raise BufferRefused(
                 "a RawBuffer is not at a valid address",
                 got=f"pointer {said(self.pointer) if pointer is None else hex(pointer)}, size {said(self.size)}",
@@ -173,19 +173,13 @@ def refuse_invalid_address(pointer: int, size: int, itemsize: int, component: st
         raise BufferRefused(
             f"component '{component}' is not at a valid address",
             got=f"pointer {pointer:#x}, size {size}",
-            expected="the address of allocated memory and a size >= 0",
-        )
-    if pointer % itemsize:
-        raise BufferRefused(
-            f"component '{component}' is not aligned to its elements",
-            got=f"pointer {pointer:#x}",
-            expected=f"a multiple of {itemsize}",
+            expected=f"the address of allocated memory, a multiple of {itemsize}, and a size >= 0",
         )
 
 
 def _can_lie_at(pointer: int, size: int, itemsize: int) -> bool:
     is_mapped = pointer >= _FIRST_ADDRESS or (pointer >= 0 and not size)
-    return size >= 0 and is_mapped and pointer + size * itemsize <= _ADDRESS_LIMIT
+    return size >= 0 and is_mapped and not pointer % itemsize and pointer + size * itemsize <= _ADDRESS_LIMIT
 
 
 def refuse_other_device(device: str, component: str, expected: Sequence[str] = ("cpu",)) -> None:

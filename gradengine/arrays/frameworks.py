@@ -76,10 +76,7 @@ class TorchStream(ProducerStream):
     ordinal: int
 
     def stream(self) -> int:
-        current = self.torch.cuda.current_stream(self.ordinal)
-        if hasattr(current, "__cuda_stream__"):
-            return int(current.__cuda_stream__()[1])
-        return int(current.cuda_stream)  # before 2.10
+        return int(self.torch.cuda.current_stream(self.ordinal).cuda_stream)
 
 
 def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
@@ -227,13 +224,8 @@ def jax_copy(array: Any, component: str, device: str = "cpu") -> Any:
 
 @functools.lru_cache(maxsize=64)  # 0.5 us an array otherwise, and a process has few
 def _jax_devices(sharding: Any) -> tuple[str, ...]:
-    kinds = {"gpu": "cuda"}
-    return tuple(
-        "cpu"
-        if device.platform == "cpu"
-        else f"{kinds.get(device.platform, device.platform)}:{device.local_hardware_id}"
-        for device in sharding.device_set
-    )
+    names = ((device.platform.replace("gpu", "cuda"), device.local_hardware_id) for device in sharding.device_set)
+    return tuple("cpu" if kind == "cpu" else f"{kind}:{ordinal}" for kind, ordinal in names)
 
 
 @functools.lru_cache(maxsize=16)

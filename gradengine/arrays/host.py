@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from gradengine.arguments import has, said
+from gradengine.arguments import has
 from gradengine.arrays.buffer import (
     Array,
     Buffer,
@@ -33,7 +31,7 @@ from gradengine.arrays.frameworks import (
     jax_on_host,
     torch_buffer,
 )
-from gradengine.errors import BufferRefused, OutOfDeviceMemory
+from gradengine.errors import BufferRefused
 
 
 def host_buffer(source: object, component: str) -> Buffer:
@@ -71,8 +69,8 @@ def host_buffer(source: object, component: str) -> Buffer:
 def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
     """The array itself, or a contiguous copy if it is in host memory and not contiguous in C order.
 
-    An array that cannot be read is returned unchanged, for `host_buffer` to refuse. Raises `OutOfDeviceMemory`, and
-    `LayoutMismatch` before a copy of another shape: a broadcast array may have more elements than fit into memory.
+    An array that cannot be read is returned unchanged, for `host_buffer` to refuse. Raises `LayoutMismatch` before a
+    copy of another shape: a broadcast array may have more elements than fit into memory.
     """
     if isinstance(source, np.ndarray):
         strided = None if source.flags.c_contiguous else source
@@ -87,8 +85,7 @@ def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
     if strided is None:
         return source
     refuse_other_shape(component, tuple(strided.shape), shape)
-    with _memory_for_a_copy(component):
-        return copied(strided)
+    return copied(strided)
 
 
 def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...]) -> object:
@@ -99,20 +96,8 @@ def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...])
     itemsize = DTYPES[found.dtype].itemsize
     refuse_invalid_address(found.pointer, 1, itemsize, component)
     first, strides = elements_at(found.pointer, 1, found.dtype), [stride * itemsize for stride in found.strides]
-    with _memory_for_a_copy(component):
-        copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
+    copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
     return RawBuffer(copy.ctypes.data, copy.size, found.dtype, owner=copy)  # bf16 has no dtype in NumPy
-
-
-@contextlib.contextmanager
-def _memory_for_a_copy(component: str) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as fault:  # NumPy's, and torch's
-        if isinstance(fault, RuntimeError) and "alloc" not in str(fault):
-            raise
-        what = f"the CPU has too little memory for a copy of component '{component}' ({said(fault)})"
-        raise OutOfDeviceMemory(what, do="pass it contiguous, or free memory") from None
 
 
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:

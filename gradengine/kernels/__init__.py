@@ -23,24 +23,18 @@ from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, ref
 from gradengine.kernels.device import Device, Graph
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import chunk_for
 from gradengine.kernels.operands import (
-    ADDRESS,
-    AddressCheck,
     Contribution,
     Destinations,
     FoldPass,
     SlotSet,
-    as_of_now,
     producers_of,
 )
 from gradengine.kernels.status import StepStatus
-from gradengine.kernels.toolchain import arithmetic, device_ordinal
+from gradengine.kernels.toolchain import device_ordinal
 
 __all__ = [
-    "ADDRESS",
     "CHUNK",
-    "AddressCheck",
     "Arena",
     "ClipPlan",
     "Contribution",
@@ -56,9 +50,6 @@ __all__ = [
     "Kernels",
     "SlotSet",
     "StepStatus",
-    "arithmetic",
-    "as_of_now",
-    "chunk_for",
     "decide",
     "kernels_for",
     "producers_of",

@@ -57,7 +57,7 @@ class CudaDevice(CudaRuntime):
             for (source, component), view in zip(named, views, strict=True):
                 if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
                     self.refuse_foreign(view, component)  # nothing but an address says where it lies
-                    named_stream = exporting_stream(source, component)
+                    named_stream = exporting_stream(source)
                     behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
         return views
