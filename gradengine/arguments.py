@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from gradengine.errors import CallerError
 
 MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
 MOST_RANKS = 1 << 16  # of a group
-MOST_LISTED = 1 << 20  # items of an iterable; an endless one would fill the memory
 _LONGEST_TUPLE = 8  # items shown
 _LONGEST_FAULT = 300  # characters shown of another library's error
 
@@ -39,10 +37,10 @@ def checked_rank(rank: int, size: int, names: tuple[str, str] = ("rank", "world_
 
 def as_index(value: Any) -> int | None:
     """The value as a plain integer; None where it is not a whole number. A bool is not one."""
+    is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     try:
-        is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
         return None if is_truth else operator.index(value)
-    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array of several, one that is traced)
+    except TypeError:  # an array of several too, and one that is traced
         return None
 
 
@@ -57,30 +55,14 @@ def as_number(value: Any) -> float | None:
 
     None if the value is not a real number, or is larger than any float, text or a bool.
     """
-    try:
-        return _as_number(value)
-    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: a tensor that has no value yet)
+    dtype, is_number = str(getattr(value, "dtype", "float")), hasattr(value, "__float__") or hasattr(value, "__index__")
+    is_other = isinstance(value, (bool, np.ma.MaskedArray)) or bool(getattr(value, "ndim", 0))
+    if is_other or not is_number or not ("float" in dtype or "int" in dtype):
         return None
-
-
-def _as_number(value: Any) -> float | None:
-    if isinstance(value, (bool, np.ma.MaskedArray)):
+    try:  # torch warns of a tensor that autograd watches
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor that has no value yet
         return None
-    dtype = getattr(value, "dtype", None)
-    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    has_dimensions = bool(getattr(value, "ndim", 0))
-    is_real = dtype is None or "float" in str(dtype) or "int" in str(dtype)
-    if not is_number or has_dimensions or not is_real:
-        return None
-    return float(value.detach() if hasattr(value, "detach") else value)  # torch warns of one that autograd watches
-
-
-def as_text(value: object) -> str:
-    """`str(value)`, or the type's name where that raises."""
-    try:
-        return str(value)
-    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
-        return type(value).__name__
 
 
 def out_of_range(
@@ -105,13 +87,6 @@ def said(value: object) -> object:
     >>> said("a"), said(2), said([1, 2]), said(KeyError("w"))
     ("'a'", 2, 'list', "KeyError: 'w'")
     """
-    try:
-        return _said(value)
-    except Exception:  # noqa: BLE001  (a caller's own object, which may not let itself be shown)
-        return type(value).__name__
-
-
-def _said(value: object) -> object:
     if isinstance(value, str):
         return repr(value[:80]) + ("..." if len(value) > 80 else "")
     if isinstance(value, BaseException):
@@ -128,30 +103,19 @@ def _said(value: object) -> object:
 
 
 def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
-    """The items of an iterable, as a list; raises `kind` if it is text, not iterable, or longer than 2**20."""
-    items = list(itertools.islice(iterated(name, values, kind), MOST_LISTED + 1))
-    if len(items) > MOST_LISTED:
-        raise kind(f"{name} is too long", got=f"more than {MOST_LISTED} items", expected=f"at most {MOST_LISTED}")
-    return items
+    """The items of an iterable, as a list; raises `kind` if it is text, or not iterable."""
+    return list(iterated(name, values, kind))
 
 
 def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
     """An iterator over an iterable; raises `kind` if it is text, or not iterable."""
     try:
         items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
-    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors: an array without dimensions)
+    except TypeError:  # an array without dimensions too
         items = None
     if items is None:
         raise kind(f"{name} is not a sequence", got=said(values), expected="a list")
     return items
-
-
-def has(value: object, attribute: str) -> bool:
-    """`hasattr`, but False where the attribute raises another error than AttributeError."""
-    try:
-        return hasattr(value, attribute)
-    except Exception:  # noqa: BLE001  (a caller's own object, and its own errors)
-        return False
 
 
 def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | None = None) -> None:
@@ -162,7 +126,7 @@ def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | Non
 
 def refuse_lacking(name: str, value: object, attributes: Sequence[str]) -> None:
     """Raise `CallerError` unless the value has all of these attributes."""
-    lacking = [attribute for attribute in attributes if not has(value, attribute)]
+    lacking = [attribute for attribute in attributes if not hasattr(value, attribute)]
     if lacking:
         expected = f"an object with {', '.join(attributes)}"
         raise CallerError(f"{name} has no {lacking[0]}", got=said(value), expected=expected)

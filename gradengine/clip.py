@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-from gradengine.arguments import as_float, has, listed, out_of_range, refuse_other_kind, said, whole_number
+from gradengine.arguments import as_float, listed, out_of_range, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Buffer, overlapping
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
@@ -137,7 +137,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
 
     Raises:
         BufferRefused: An array cannot be written in place, or two overlap.
-        LayoutMismatch: Containers are nested too deep, or a name within one is not a str.
+        LayoutMismatch: A name within a container is not a str.
         CallerError: `max_norm` is 0, negative or NaN.
 
     Example:
@@ -340,7 +340,7 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
 
 def _refuse_lone_array(arrays: object) -> None:
     """Raise `CallerError` for a single array: iterated over, its elements would be taken for 0-d arrays."""
-    if has(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
+    if hasattr(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
         raise CallerError(
             "gradients must be given in a list, or by name",
             got=type(arrays).__name__,
@@ -361,6 +361,4 @@ def _lora_buffers(workspace: object, kernels: Kernels) -> dict[str, object]:
 
 
 def _component(workspace: object, name: str) -> object:
-    if isinstance(workspace, Mapping):
-        return workspace.get(name)
-    return getattr(workspace, name) if has(workspace, name) else None
+    return workspace.get(name) if isinstance(workspace, Mapping) else getattr(workspace, name, None)

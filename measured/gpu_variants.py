@@ -33,7 +33,8 @@ from gradengine.bench.peers import Peer, Torch, adding, peers
 from gradengine.bench.step import bytes_of_step, our_step, our_steps
 from gradengine.bench.workload import Workload
 from gradengine.clip import clip_lora_gradients_fused, init_lora_fused_clip
-from gradengine.kernels import Arena, ClipPlan, chunk_for
+from gradengine.kernels import Arena, ClipPlan
+from gradengine.kernels.launch import chunk_for
 from gradengine.layout import LORA_COMPONENTS
 
 FACTOR = 0.75  # exact in fp32, and not 1, which would end the kernel at once

@@ -2,7 +2,6 @@
 
 import decimal
 import fractions
-import itertools
 import math
 
 import numpy as np
@@ -20,31 +19,15 @@ class Hostile:
         raise TypeError("no index")
 
 
-class Unshowable(Exception):
-    """Cannot be shown, and says so by another of its kind."""
-
-    def __repr__(self):
-        raise Unshowable
-
-    __str__ = __repr__
-
-
 class Exporter:
     """Says that it has memory, and has an error of its own instead."""
 
     shape, dtype = (3,), "float32"
 
     def __dlpack__(self, **_):
-        raise Unshowable
+        raise RuntimeError("no memory")
 
     __dlpack_device__ = __dlpack__
-
-
-class Closed:
-    """Whose every attribute is an error of its own."""
-
-    def __getattr__(self, name):
-        raise RuntimeError(f"{name} is gone")
 
 
 def deep():
@@ -70,13 +53,12 @@ def doubling():
     return value
 
 
-ENDLESS = [range(10**9), itertools.count(), itertools.repeat([]), doubling()]
+DEEP = [deep(), recursive(), {"a": recursive()}, doubling()]
 HOSTILE = [
-    *(Unshowable(), {Unshowable(): 1}, [Unshowable()], Exporter(), [Exporter()], Closed(), [Closed()]),
-    *(deep(), recursive(), {"a": recursive()}),
+    *(Exporter(), [Exporter()]),
     *("\ud800", {"\ud800": (2,)}, b"x" * 10**7, "x" * 10**7, 2**62, 2**70, -(2**70), np.str_("3"), np.array("3")),
     *("", "3", "nan", b"x", True, None, object(), Hostile(), [], [1, "a"], {}, {"a": 1}, {1, 2}, (), len, 1j, ...),
-    *(math.nan, math.inf, -math.inf, -1, 0, -0.0, 1, 2.5, 10**400, -(10**400), 1e-300, 1e300, 10**5000, 2**63),
+    *(math.nan, math.inf, -math.inf, -1, 0, -0.0, 1, 2.5, 10**400, -(10**400), 1e-300, 1e300, 2**63),
     *(np.float32(np.nan), np.float32(2), np.int64(-1), np.int64(2), np.uint64(2**64 - 1), np.bool_(1), np.complex64(1)),
     *(np.array(2), np.array([1, 2]), np.array([]), np.array(["a"]), np.zeros((2, 2), np.float32), np.ma.masked),
     *(decimal.Decimal("NaN"), decimal.Decimal(1), fractions.Fraction(1, 3), np.datetime64("2020"), "x" * 10**5),

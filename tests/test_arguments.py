@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from hostile_values import ENDLESS, HOSTILE, Unshowable, refusal_of
+from hostile_values import HOSTILE, refusal_of
 
 import gradengine as ge
 from gradengine.arguments import (
@@ -29,7 +29,6 @@ from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange import Progress
 from gradengine.kernels import HostKernels
 from gradengine.layout import layout_from_table
-from gradengine.layout.slots import Row
 
 LAYOUT = ge.GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
 LONG_NAMES = ge.GradientLayout.of({f"layers.{i}.{'c' * 200}": (2,) for i in range(60)})
@@ -64,7 +63,7 @@ REFUSED = [
     *((whole_number, ("hold", value, 1, 8)) for value in (0, 9, 2**63)),
     *((checked_rank, each) for each in ((-1, 1), (1, 1), (0, 0), (0, -1), (0, 65537))),
     *((truth_value, ("hold", value)) for value in ("no", "", 0, 1, None, [], np.array(True), np.int8(1))),
-    *((listed, ("hold", values)) for values in ("ab", b"ab", 5, None, np.array(2.0), *ENDLESS[:3])),
+    *((listed, ("hold", values)) for values in ("ab", b"ab", 5, None, np.array(2.0))),
 ]
 
 
@@ -78,16 +77,12 @@ def test_what_is_refused_is_named_with_what_it_was_and_what_is_expected():
 
 
 SAID = [("a\n", r"'a\n'"), (np.float32(2), np.float32(2)), (None, "None"), ([1], "list"), (np.zeros(9), "ndarray")]
-SAID += [((2, "a"), "(2, 'a')"), ((1,), "(1,)"), (10**5000, "an integer of 16610 bits"), (Unshowable(), "Unshowable")]
+SAID += [((2, "a"), "(2, 'a')"), ((1,), "(1,)"), (10**5000, "an integer of 16610 bits")]
 
 
-def test_what_an_error_says_that_it_got_even_where_it_cannot_be_shown():
+def test_what_an_error_says_that_it_got():
     for value, shown in SAID:
         assert said(value) == shown
-    number = type("Number", (int,), {"__repr__": Unshowable.__repr__})(3)
-    for shown in (Unshowable(), number):
-        assert said(shown) == type(shown).__name__
-        assert type(shown).__name__ in str(CallerError("what", got=shown))
 
 
 class Index:
@@ -217,7 +212,6 @@ VARIED = {
     "GradientLayout.of": (ge.GradientLayout.of, [[(3,)]], PARTS, "0 tp_rank tp_size partitions"),
     "GradientLayout.lora": (ge.GradientLayout.lora, [1, 4, 4, 2], {}, "0 3"),
     "GradientLayout.transformer": (ge.GradientLayout.transformer, [1, 4, 4, 4, 4], {}, "1 embedding tensor_parallel"),
-    "GradientLayout": (ge.GradientLayout, [[Row("w", (2,), None)], None], {}, "0 1"),
     "exchange.bind": (bound, [], {}, "layout arena"),
     "local_group": (closing(ge.local_group), [2], {}, "0 timeout join_timeout bucket_bytes"),
     "shard_batches": (ge.shard_batches, [7, 0, 3], {}, "0 1 2"),

@@ -11,7 +11,6 @@ import pytest
 import strategies as draw
 from backends import available
 from devices import assign, bits_of, churned, nothing_is_launched, on_host, put_all, raw, synchronize
-from hostile_values import Unshowable
 from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
@@ -245,7 +244,6 @@ REFUSED = {
     "an interface in foreign byte order": (interface(typestr=">f4"), "unsupported dtype"),
     "a masked interface": (lambda d: Interface(seven(d), mask=seven(d, np.int8)), "is a masked array"),
     "an interface of nothing": (interface(data=(0, False)), "got pointer 0x0, size 7"),
-    "an interface that cannot be asked for": (lambda d: Gone(), ""),
     "another device's tensor": (tensor(device=(2, 7)), "got cuda:7, expected cuda:0"),
     "a tensor that lies of its device": (
         lambda d: producer(seven(d), device=(2, 7), claims=(2, d.kernels.ordinal)),
@@ -258,12 +256,6 @@ REFUSED = {
     "a tensor of nothing": (tensor(data=None), "got pointer 0x0, size 7"),
     "a tensor that its framework keeps": (lambda d: Unexportable(d.kernels.ordinal), "BufferError: requires grad"),
 }
-
-
-class Gone:
-    @property
-    def __cuda_array_interface__(self):
-        raise Unshowable
 
 
 class TestRefused:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hostile_values import HOSTILE, Unshowable, refusal_of
+from hostile_values import HOSTILE, refusal_of
 
 from gradengine.arrays.streams import NamedStream, UnknownStream, stream_handle
 from gradengine.errors import CallerError
@@ -15,7 +15,7 @@ class TestProducerStreams:
     def test_whatever_is_given_for_a_stream_is_one_or_is_refused_by_an_error_of_ours(self):
         class Gone:
             def __cuda_stream__(self):
-                raise Unshowable
+                raise RuntimeError
 
         hostile = [*HOSTILE, Gone(), *(SimpleNamespace(__cuda_stream__=(0, value)) for value in HOSTILE)]
         refusals = [refusal_of(functools.partial(stream_handle, value)) for value in hostile]

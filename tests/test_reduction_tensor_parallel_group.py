@@ -26,8 +26,8 @@ from gradengine import (
     local_group,
 )
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.errors import HandshakeRefused, PeerLost, ProtocolError, WindowError
-from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
+from gradengine.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError, WindowError
+from gradengine.reduction.tensor_parallel_group import TensorParallelGroup, _InGroup
 
 pytestmark = pytest.mark.timeout(150)
 # Sizes of one rank's part, and whether ranks hold different elements. Empty ones too; two blocks, and others.
@@ -511,3 +511,17 @@ def test_on_a_device_what_is_the_same_costs_no_copy(emulated):
     assert record.allocations == record.pinned_allocations == []
     assert set(record.copies) <= {"device to host"}
     assert first == second
+
+
+def test_in_a_group_an_error_keeps_its_kind_and_what_to_do_and_is_named_once_for_each_rank():
+    """A local group's failure is one object for all its threads; other errors pass as they are."""
+    shared = DeadlineExceeded("rank 1 is late", got="nothing", expected="something", do="see what it does")
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded) as caught, _InGroup():
+            raise shared
+        assert str(caught.value) == f"in the tensor-parallel group: {shared}"
+        assert caught.value.__cause__ is shared
+    other = NonFiniteGradient("w", 0, 1.0, step=0)
+    with pytest.raises(NonFiniteGradient) as caught, _InGroup():
+        raise other
+    assert caught.value is other

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
-from gradengine.arguments import as_index, as_text, said, truth_value
+from gradengine.arguments import as_index, said, truth_value
 from gradengine.arrays.dlpack import Exported, contiguous_strides
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
@@ -66,7 +66,7 @@ class RawBuffer:
     stream: int | None = None
 
     def __post_init__(self) -> None:
-        device = as_text(self.device)
+        device = str(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         object.__setattr__(self, "device", {"cpu:0": "cpu", "cuda": "cuda:0"}.get(device, device))
         object.__setattr__(self, "writable", truth_value("writable", self.writable))

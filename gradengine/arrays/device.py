@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from gradengine.arguments import has
 from gradengine.arrays.buffer import (
     Buffer,
     RawBuffer,
@@ -43,11 +42,11 @@ def device_of(source: object) -> str:
         return torch_device(source)
     if is_jax(source):
         return jax_device(source, "array")
-    if isinstance(source, (np.ndarray, np.generic)) and not has(source, "__cuda_array_interface__"):
+    if isinstance(source, (np.ndarray, np.generic)) and not hasattr(source, "__cuda_array_interface__"):
         return "cpu"
-    if has(source, "__dlpack_device__"):
+    if hasattr(source, "__dlpack_device__"):
         return exporting_device(source, "array").replace("cuda_managed", "cuda")
-    return _device_of_interface(source) if has(source, "__cuda_array_interface__") else "cpu"
+    return _device_of_interface(source) if hasattr(source, "__cuda_array_interface__") else "cpu"
 
 
 def _device_of_interface(source: Any) -> str:
@@ -77,7 +76,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     if isinstance(source, RawBuffer):
         producer = UnknownStream() if source.stream is None else NamedStream(source.stream)
         return raw_view(source, component, device, producer)
-    if has(source, "__dlpack__"):
+    if hasattr(source, "__dlpack__"):
         if is_jax(source):
             source = jax_copy(source, component, device)
             refuse_other_device(jax_device(source, component), component, (device,))
@@ -86,7 +85,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
                 raise BufferRefused(what, do="add it outside of a capture")
         devices = (device, device.replace("cuda", "cuda_managed"))
         return dlpack_view(source, component, devices, stream, UnknownStream())
-    if has(source, "__cuda_array_interface__"):
+    if hasattr(source, "__cuda_array_interface__"):
         return exported_view(_interface_of(source, component, device), component, device, UnknownStream(), source)
     raise BufferRefused(
         f"component '{component}' is not an array on a GPU",
@@ -97,7 +96,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
 
 def exporting_stream(source: Any) -> NamedStream | None:
     """The stream of a CUDA array interface, or None; to be waited for at once, since it may be destroyed later."""
-    interface: Any = source.__cuda_array_interface__ if has(source, "__cuda_array_interface__") else None
+    interface: Any = source.__cuda_array_interface__ if hasattr(source, "__cuda_array_interface__") else None
     handle = interface.get("stream") if isinstance(interface, Mapping) else None
     return None if handle is None else NamedStream(handle)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradengine.arguments import as_text, has
 from gradengine.errors import BufferRefused
 
 _MODULES_OF_DTYPES = ("torch.", "mlx.core.", "paddle.")
@@ -46,12 +45,12 @@ def dtype_name(dtype: Any) -> str:
     """
     if isinstance(dtype, np.dtype):
         return f"{dtype.name}{'' if dtype.isnative else ' in foreign byte order'}"
-    text = as_text(dtype)
+    text = str(dtype)
     if text.startswith("dtypes."):
         return _TINYGRAD.get(text, text.removeprefix("dtypes."))
     if text.startswith(_MODULES_OF_DTYPES):  # Paddle's `name` is in capitals
         return text.rpartition(".")[2]
-    return as_text(next((getattr(dtype, word) for word in ("name", "__name__") if has(dtype, word)), dtype))
+    return str(next((getattr(dtype, word) for word in ("name", "__name__") if hasattr(dtype, word)), dtype))
 
 
 @functools.lru_cache(maxsize=32)  # NumPy's own .name takes 0.5 us

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
-from gradengine.arguments import has, said
+from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device
 from gradengine.arrays.dlpack import Exported, dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import supported_name, unsupported_dtype
@@ -174,7 +174,7 @@ def _negated(component: str) -> BufferRefused:
 
 def refuse_distributed(component: str, source: object) -> None:
     """Raise `BufferRefused` for a DTensor, whose memory is one rank's shard."""
-    if has(source, "to_local"):
+    if hasattr(source, "to_local"):
         do = "lay out the local shapes, and add .to_local() of each gradient"
         raise BufferRefused(f"component '{component}' is a distributed tensor", got=type(source).__name__, do=do)
 
@@ -265,9 +265,9 @@ def as_sliceable(array: AnyArray, what: str) -> AnyArray:
         return array.detach()
     if isinstance(array, np.ma.MaskedArray):
         raise BufferRefused(f"{what} is masked", got="MaskedArray", do="pass .filled(value)")
-    if is_jax(array) or (has(array, "__getitem__") and has(_module_of(array), "empty")):
+    if is_jax(array) or (hasattr(array, "__getitem__") and hasattr(_module_of(array), "empty")):
         return array
-    if not has(array, "__dlpack__"):
+    if not hasattr(array, "__dlpack__"):
         raise BufferRefused(f"{what} is not an array", got=type(array).__name__, expected="an array, or DLPack")
     try:
         xp = np if dlpack_device(array) == "cpu" else importlib.import_module("cupy")
@@ -280,7 +280,7 @@ def copied(array: AnyArray) -> AnyArray:
     """A contiguous copy."""
     if is_torch(array):
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return array.copy() if has(array, "copy") else array.clone()  # Paddle
+    return array.copy() if hasattr(array, "copy") else array.clone()  # Paddle
 
 
 def empty_like(array: AnyArray, shape: tuple[int, ...]) -> AnyArray:

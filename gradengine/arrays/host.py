@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gradengine.arguments import has
 from gradengine.arrays.buffer import (
     Array,
     Buffer,
@@ -51,12 +50,12 @@ def host_buffer(source: object, component: str) -> Buffer:
     if is_jax(source):
         array = jax_copy(source, component)
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
-    if has(source, "__dlpack__"):
+    if hasattr(source, "__dlpack__"):
         return _with_elements(dlpack_view(source, component, ("cpu",)))
     do = "pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)"
     if source is None:
         do = "leave out components that have no gradient"
-    elif has(source, "numpy"):  # tinygrad
+    elif hasattr(source, "numpy"):  # tinygrad
         do = "pass what its .numpy() returns; writes to that may not reach the tensor"
     raise BufferRefused(
         f"component '{component}' is not an array",
@@ -78,7 +77,7 @@ def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
         is_readable = source.is_cpu and source.layout is sys.modules["torch"].strided
         is_parameter = source.requires_grad and source.is_leaf
         strided = source.detach() if is_readable and not is_parameter and not source.is_contiguous() else None
-    elif has(source, "__dlpack__") and not is_jax(source):
+    elif hasattr(source, "__dlpack__") and not is_jax(source):
         return _exported_in_c_order(source, component, shape)
     else:  # whose elements always lie in C order, or no array
         return source

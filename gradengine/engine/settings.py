@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, final
 
-from gradengine.arguments import has, refuse_unknown, truth_value, whole_number
+from gradengine.arguments import refuse_unknown, truth_value, whole_number
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
@@ -78,7 +78,7 @@ class Settings:
 def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
     """Raise `CallerError` if either is not an exchange, or both are the same."""
     for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
-        if group is not None and not all(has(group, each) for each in _OF_AN_EXCHANGE):
+        if group is not None and not all(hasattr(group, each) for each in _OF_AN_EXCHANGE):
             raise CallerError(f"{name} is not an Exchange", got=type(group).__name__, do="pass connect(url, ...)")
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(

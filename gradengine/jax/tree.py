@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from gradengine.accumulate.gradients import and_more, in_slot_order
-from gradengine.arguments import as_text, has, said, truth_value
+from gradengine.arguments import said, truth_value
 from gradengine.errors import BufferRefused, Fixed, LayoutMismatch
 from gradengine.layout import GradientLayout
-from gradengine.layout.components import DEEPEST, MOST_ITEMS
 
 Leaves: TypeAlias = dict[str, Any]
+_DEEPEST = 64  # levels of containers
+_MOST_ITEMS = 1 << 20  # leaves and containers of a level
 
 
 @final
@@ -139,21 +140,21 @@ def flattened(tree: Any) -> tuple[Leaves, Any]:
 def _refuse_unbounded(tree: Any) -> None:
     """Raise `LayoutMismatch` for containers that are recursive or too many: JAX would crash the process."""
     level = [tree]
-    for _ in range(DEEPEST + 1):
+    for _ in range(_DEEPEST + 1):
         containers = [node for node in level if isinstance(node, (dict, list, tuple))]
         items = ((node.values() if isinstance(node, dict) else node) for node in containers)
-        level = list(itertools.islice(itertools.chain.from_iterable(items), MOST_ITEMS + 1))
-        if len(level) > MOST_ITEMS:
-            raise LayoutMismatch("a tree is too large", got=f"more than {MOST_ITEMS} nodes", expected="fewer")
+        level = list(itertools.islice(itertools.chain.from_iterable(items), _MOST_ITEMS + 1))
+        if len(level) > _MOST_ITEMS:
+            raise LayoutMismatch("a tree is too large", got=f"more than {_MOST_ITEMS} nodes", expected="fewer")
         if not level:
             return
-    raise LayoutMismatch("a tree is nested too deep", expected=f"at most {DEEPEST} levels")
+    raise LayoutMismatch("a tree is nested too deep", expected=f"at most {_DEEPEST} levels")
 
 
 def _part(key: Any) -> str:
     """A path entry as text: a dict's key, an index, an attribute."""
     named = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
-    return as_text(next(named, key))
+    return str(next(named, key))
 
 
 def viewed(name: str, array: Any) -> Any:
@@ -169,7 +170,7 @@ def viewed(name: str, array: Any) -> Any:
 
 
 def _copied(name: str, array: Any) -> Any:
-    if not any(has(array, protocol) for protocol in ("__dlpack__", "__array__", "__jax_array__")):
+    if not any(hasattr(array, protocol) for protocol in ("__dlpack__", "__array__", "__jax_array__")):
         raise BufferRefused(f"component '{name}' is not an array", got=said(array))
     try:
         return jnp.array(array, copy=True).block_until_ready()

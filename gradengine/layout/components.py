@@ -5,7 +5,6 @@ A component's name is its path, joined by dots. torch is used if the program has
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,14 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradengine.arguments import has, said
+from gradengine.arguments import said
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.layout.slots import Order
 
-DEEPEST = 64  # levels of containers
-MOST_ITEMS = 1 << 20  # components and containers
 _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
 
 
@@ -42,21 +39,21 @@ class ParameterHolder(Protocol):
 def named_components(given: Any) -> list[tuple[str, Any]]:
     """Pairs of a component's name and its array or shape, from what `GradientLayout.of` takes.
 
-    Raises `LayoutMismatch` for anything else or what is nested too deep, `BufferRefused` for unsupported gradients.
+    Raises `LayoutMismatch` for anything else, `BufferRefused` for unsupported gradients.
 
     >>> named_components({"encoder": [{"w": (2, 3)}, {"w": (3,)}], "head": (5,)})
     [('encoder.0.w', (2, 3)), ('encoder.1.w', (3,)), ('head', (5,))]
     """
-    if has(given, "named_parameters"):
+    if hasattr(given, "named_parameters"):
         return list(shapes_in_memory(given).items())
-    if isinstance(given, (str, bytes)) or has(given, "shape") or not isinstance(given, Iterable):
+    if isinstance(given, (str, bytes)) or hasattr(given, "shape") or not isinstance(given, Iterable):
         raise LayoutMismatch(
             "a layout is made of several arrays or shapes",
             got=type(given).__name__,
             expected="a mapping by name, a sequence, or a torch.nn.Module",
             do="pass one array as [array]",
         )
-    return list(_leaves(given, "", itertools.count(1)))
+    return list(_leaves(given, ""))
 
 
 def is_nested(value: object) -> bool:
@@ -68,7 +65,7 @@ def is_nested(value: object) -> bool:
     if not isinstance(value, (list, tuple)):
         return isinstance(value, Mapping)
     items = [item for item in value if not isinstance(item, _DIMENSION)]
-    return any(item is None or isinstance(item, (list, tuple, Mapping)) or has(item, "shape") for item in items)
+    return any(item is None or isinstance(item, (list, tuple, Mapping)) or hasattr(item, "shape") for item in items)
 
 
 def shapes_in_memory(module: Any) -> dict[str, ShapeInMemory]:
@@ -86,12 +83,11 @@ def shapes_in_memory(module: Any) -> dict[str, ShapeInMemory]:
         )
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
-    return {name: _shape_in_memory(parameter) for name, parameter in parameters.items()}
-
-
-def _shape_in_memory(parameter: Any) -> ShapeInMemory:
-    order = memory_order(parameter)
-    return ShapeInMemory(tuple(parameter.shape[d] for d in order or range(parameter.ndim)), order)
+    orders = {name: memory_order(parameter) for name, parameter in parameters.items()}
+    return {
+        name: ShapeInMemory(tuple(parameter.shape[d] for d in orders[name] or range(parameter.ndim)), orders[name])
+        for name, parameter in parameters.items()
+    }
 
 
 def refuse_unsupported(name: str, array: Any) -> None:
@@ -104,7 +100,7 @@ def refuse_unsupported(name: str, array: Any) -> None:
     is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
     if is_tensor and array.layout is not torch.strided:
         raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
-    dtype = getattr(array, "grad_dtype", array.dtype) if has(array, "dtype") else None  # None: any
+    dtype = getattr(array, "grad_dtype", array.dtype) if hasattr(array, "dtype") else None  # None: any
     if dtype is not None and dtype_name(dtype) not in DTYPES:
         raise unsupported_dtype(name, dtype)
 
@@ -132,8 +128,8 @@ def memory_order(tensor: Any) -> Order | None:
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     torch: Any = sys.modules.get("torch")
-    is_holder, expected = has(module, "named_parameters"), "torch.nn.Module, or a list of its parameters"
-    is_other = isinstance(module, (str, bytes, Mapping)) or has(module, "shape")  # an array's rows are no parameters
+    is_holder, expected = hasattr(module, "named_parameters"), "torch.nn.Module, or a list of its parameters"
+    is_other = isinstance(module, (str, bytes, Mapping)) or hasattr(module, "shape")  # rows are no parameters
     is_list = isinstance(module, Iterable) and not is_other
     kind = getattr(torch, "Tensor", ()) if is_holder else getattr(getattr(torch, "nn", None), "Parameter", ())
     do = "of another framework pass dict(module.named_parameters()) to GradientLayout.of" if is_holder else None
@@ -144,20 +140,14 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
         yield str(name), parameter
 
 
-def _leaves(value: Any, path: str, count: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if depth > DEEPEST:
-        raise LayoutMismatch("components are nested too deep", got=path, expected=f"at most {DEEPEST} levels")
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     pairs: Iterable[tuple[Any, Any]] = (
         value.items() if isinstance(value, Mapping) else ((str(i), item) for i, item in enumerate(value))
     )
     for key, item in pairs:
         if not isinstance(key, str):
             raise LayoutMismatch("a component's name is not text", got=said(key), expected="a string")
-        if next(count) > MOST_ITEMS:  # an endless iterator, or few lists that contain each other often
-            expected = f"at most {MOST_ITEMS} components"
-            raise LayoutMismatch("there are too many components", got=f"more than {MOST_ITEMS}", expected=expected)
-        name = f"{path}{key}"
         if is_nested(item):
-            yield from _leaves(item, f"{name}.", count, depth + 1)
+            yield from _leaves(item, f"{path}{key}.")
         else:
-            yield name, item
+            yield f"{path}{key}", item

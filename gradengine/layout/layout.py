@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import msgpack
 
-from gradengine.arguments import as_index, checked_rank, has, listed, refuse_other_kind, said, truth_value, whole_number
+from gradengine.arguments import as_index, checked_rank, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.dlpack import MAX_DIMENSIONS
 from gradengine.errors import CallerError, Fixed, LayoutMismatch, ProtocolError
 from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_components, refuse_unsupported
@@ -58,7 +58,6 @@ class GradientLayout(Fixed):
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        rows = listed("rows", rows, LayoutMismatch)
         refuse_bad_rows(rows)
         self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
         self._rows = tuple(rows)
@@ -69,10 +68,8 @@ class GradientLayout(Fixed):
         self._by_name = {slot.name: slot for slot in self.slots}
         # Models list their parameters from input to output, so backward completes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
-        order = [*reversed(appearance)] if backward_order is None else listed("backward_order", backward_order)
-        if not all(isinstance(key, (int, str)) for key in order) or sorted(map(repr, order)) != sorted(
-            map(repr, by_key)
-        ):
+        order = [*reversed(appearance)] if backward_order is None else [*backward_order]
+        if sorted(map(repr, order)) != sorted(map(repr, by_key)):
             raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(by_key))
         self.spans_by_key = {key: by_key[key] for key in order}
         self.spans = tuple(self.spans_by_key.values())
@@ -131,8 +128,9 @@ class GradientLayout(Fixed):
         _refuse_bad_partitions(split, dict(named), None if tp_size is None else size)
         for name, array in named:
             refuse_unsupported(name, array)
+        orders = {name: array.order for name, array in named if isinstance(array, ShapeInMemory)}
         rows = [
-            Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated"), _order_of(g))
+            Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated"), orders.get(name))
             for name, g in named
         ]
         return GradientLayout(rows, tp_rank=rank, tp_size=size)
@@ -244,10 +242,7 @@ class GradientLayout(Fixed):
         For shards of a model [tp_rank, tp_size, each row's partition] follows: different shards can have equal shapes,
         and must not be summed. The handshake sends and compares this table.
         """
-        orders = [[] if row.order is None else [list(row.order)] for row in self._rows]
-        rows = [
-            [row.name, list(row.shape), row.block_name, *order] for row, order in zip(self._rows, orders, strict=True)
-        ]
+        rows = [[r.name, r.shape, r.block_name, *([] if r.order is None else [r.order])] for r in self._rows]
         part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
         packed = msgpack.packb([rows, [span.key for span in self.spans], *part])
         assert isinstance(packed, bytes)  # noqa: S101  (packb's stub says Any)
@@ -322,7 +317,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
         table_rows, order, *part = unpack(table, "a layout table")
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
         rows = [
-            _row(str(name), tuple(shape), None if block is None else str(block), partition, order)
+            _row(str(name), shape, None if block is None else str(block), partition, order)
             for (name, shape, block, *order), partition in zip(table_rows, partitions, strict=True)
         ]
         return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
@@ -340,10 +335,6 @@ def _row(name: str, shape: Sequence[int], block: str | None, partition: Partitio
     return Row(name, _shape_of(name, shape), block, partition, tuple(orders[0]) if orders else None)
 
 
-def _order_of(array: Any) -> Order | None:
-    return array.order if isinstance(array, ShapeInMemory) else None
-
-
 def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
     count = whole_number("num_blocks", num_blocks, 0, _MOST_BLOCKS, LayoutMismatch)
     return [
@@ -354,7 +345,7 @@ def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence
 
 
 def _shape_of(name: str, array: Any) -> Shape:
-    dimensions = array.shape if has(array, "shape") else array
+    dimensions = array.shape if hasattr(array, "shape") else array
     if isinstance(dimensions, (bytes, bytearray, AbstractSet)):  # their items are whole numbers, but not dimensions
         dimensions = None
     try:
@@ -391,6 +382,6 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
             raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(get_args(Partition)))
 
 
-def _few(names: Iterable[str], limit: int = 4) -> str:
-    listed = list(names)
-    return "one of " + ", ".join(map(repr, listed[:limit])) + (", ..." if len(listed) > limit else "")
+def _few(names: Iterable[str]) -> str:
+    first, rest = [*names][:4], [*names][4:]
+    return f"one of {', '.join(map(repr, first))}{', ...' if rest else ''}"

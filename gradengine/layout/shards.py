@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
-from gradengine.arguments import checked_rank, listed, said, truth_value, whole_number
+from gradengine.arguments import checked_rank, listed, truth_value, whole_number
 from gradengine.arrays.frameworks import (
     AnyArray,
     as_sliceable,
@@ -204,9 +204,8 @@ class Replica(Shard):
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
     """The quotient of two whole numbers; raises `CallerError` with both of them if there is a remainder."""
     if value % parts:
-        remainder = f"{said(value)} / {said(parts)}, which leaves {said(value % parts)}"
-        expected = f"a multiple of {said(parts)}"
-        raise CallerError(f"{name} cannot be divided by {by}", got=remainder, expected=expected, do=do)
+        what, got = f"{name} cannot be divided by {by}", f"{value} / {parts}, which leaves {value % parts}"
+        raise CallerError(what, got=got, expected=f"a multiple of {parts}", do=do)
     return value // parts
 
 

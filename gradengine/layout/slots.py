@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
-from gradengine.arguments import refuse_other_kind, said
+from gradengine.arguments import said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
 from gradengine.threads import cached_property
@@ -88,13 +88,9 @@ def refuse_bad_rows(rows: Sequence[Row]) -> None:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()
     for row in rows:
-        refuse_other_kind("a row", row, Row)
         if not isinstance(row.partition, str) or row.partition not in get_args(Partition):
-            raise LayoutMismatch(
-                f"component '{row.name}' has an unknown partition",
-                got=said(row.partition),
-                expected=f"one of {get_args(Partition)}",
-            )
+            what, known = f"component '{row.name}' has an unknown partition", get_args(Partition)
+            raise LayoutMismatch(what, got=said(row.partition), expected=f"one of {known}")
         try:
             row.name.encode()
         except UnicodeEncodeError:  # half of a surrogate pair

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, final
 
@@ -95,6 +96,7 @@ class Reducer:
     ) -> None:
         self._accumulator, self._average, self._settings = accumulator, average, settings
         self.parts, self.workers, self._plan = parts, AllReduce(), plan
+        self._groups = self.workers, parts.group
         self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
@@ -132,10 +134,14 @@ class Reducer:
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, and start again the spans that were started through other exchanges."""
         if exchange is not None:
-            self._refuse_half_summed()
-        self._state.enter(Call.RECONNECT)
-        if exchange is not None:
+            if self.on_device is not None and self.workers.started:
+                what, do = (
+                    f"step {self.step} is half summed on GPUs, and cannot be resumed",
+                    "discard() it on every rank",
+                )
+                raise WindowError(what, do=do)
             _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
+        self._state.enter(Call.RECONNECT)
         if tp_exchange is not None:
             self.parts.join(tp_exchange)
         if exchange is not None:
@@ -189,9 +195,7 @@ class Reducer:
             _refuse_other_worker(self._loaded_from, self.worker)
         if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
             return self.agreed  # the step had reached its verdict before; nothing is left to exchange
-        self._kernels.device.wait_for(
-            accumulator.producers
-        )  # refuses one that records a graph, before anything is done
+        self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
         if self.workers.exchange is None and is_alone:
             warn_of_other_ranks()
         accumulator.close(measure=is_alone or self.workers.is_alone)
@@ -203,7 +207,13 @@ class Reducer:
             self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # a lone worker's are not compared
         self._state.enter(Event.AGREE)
         if self.on_device is None and not self.agreed.micro_batches:
-            raise self._nothing_to_step()
+            self.next_step()  # as all ranks do
+            raise WindowError(
+                "step without a micro-batch on any worker",
+                got=f"0 micro-batches on each of {self.worker[1]} workers",
+                expected="at least 1 on one of them",
+                do="add() gradients first; all workers go on with the next step",
+            )
         return self.agreed
 
     def divisor(self, stats: StepStats) -> float:
@@ -232,9 +242,7 @@ class Reducer:
         """
         now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
-            self._leave_device()
-            for group in (self.workers, self.parts.group):
-                group.leave()
+            self._leave()
         self._begin(self.step + (now is State.AGREED or is_queued))
 
     def break_off_after(self, fault: BaseException, step: int) -> None:
@@ -249,10 +257,9 @@ class Reducer:
         The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
         """
         self._state.now = State.BROKEN
-        self._leave_device()
-        for group in (self.workers, self.parts.group):
+        for group in self._groups:
             group.progress.step = step
-            group.leave()
+        self._leave()
 
     def facts(self) -> Facts:
         """Values for the texts of refusals."""
@@ -263,16 +270,6 @@ class Reducer:
             "count": self._accumulator.accumulated_count,
             "or_nothing": "" if self.is_alone else ", or add(None, weight=0) where this worker has none",
         }
-
-    def _nothing_to_step(self) -> WindowError:
-        """End a step in which no worker had a micro-batch, as all of them know, and return the error to raise."""
-        self.next_step()
-        return WindowError(
-            "step without a micro-batch on any worker",
-            got=f"0 micro-batches on each of {self.worker[1]} workers",
-            expected="at least 1 on one of them",
-            do="add() gradients first; all workers go on with the next step",
-        )
 
     def refuse_other_group(self, sums: object) -> None:
         """Raise `CallerError` if a window was captured with other workers or alone, or if a step waits for workers."""
@@ -289,7 +286,7 @@ class Reducer:
     def load(self, step: int, whose: Worker | None) -> None:
         """Open the step of a saved state, with an empty window; `whose` is the worker that saved one, if any."""
         self._begin(step)
-        for group in (self.workers, self.parts.group):
+        for group in self._groups:
             group.progress.kept = Kept(-1, {})  # of another run, perhaps
         self._loaded_from = whose
 
@@ -298,7 +295,7 @@ class Reducer:
         self._begin(self.step)
 
     def _begin(self, step: int) -> None:
-        for group in (self.workers, self.parts.group):
+        for group in self._groups:
             if group.exchange is not None:
                 group.restart()
         if self.on_device is not None:
@@ -321,7 +318,11 @@ class Reducer:
 
     def _agree(self) -> StepStats:
         with _KeptIfItFails(self._state):
-            self._sum_over_workers()
+            if self.workers.is_alone:
+                self._accumulator.measure_rest()
+            else:
+                self.start(self._layout.spans, in_background=False)
+                self.workers.wait()
             self._state.enter(Event.SEND)
             stats = self.parts.agree(self._stats(self._totals(), self._told))
             if not self.workers.is_alone:
@@ -345,22 +346,15 @@ class Reducer:
         """The settings that all workers must have alike."""
         return {**self._settings, "tensor-parallel group": self.parts.described}
 
-    def _refuse_half_summed(self) -> None:
-        if self.on_device is not None and self.workers.started:
-            what, do = f"step {self.step} is half summed on GPUs, and cannot be resumed", "discard() it on every rank"
-            raise WindowError(what, do=do)
+    def _leave(self) -> None:
+        self._leave_device()
+        for group in self._groups:
+            group.leave()
 
     def _leave_device(self) -> None:
         if self.on_device is not None:
             self.on_device.leave()
             self.on_device = None
-
-    def _sum_over_workers(self) -> None:
-        if self.workers.is_alone:
-            self._accumulator.measure_rest()
-            return
-        self.start(self._layout.spans, in_background=False)
-        self.workers.wait()
 
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
         for bad in self.workers.progress.bad:
@@ -417,7 +411,7 @@ def _refuse_other_worker(whose: Worker | None, here: Worker) -> None:
 
 
 @final
-class _KeptIfItFails:
+class _KeptIfItFails(AbstractContextManager[None]):
     """A context in which a failing exchange sets the state FAILED, so that the window is kept and takes no more.
 
     Not a generator: after an interrupt a generator would be closed with its traceback, in a later step.
@@ -425,9 +419,6 @@ class _KeptIfItFails:
 
     def __init__(self, state: StepState) -> None:
         self._state = state
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None and not issubclass(kind, CallerError):  # after a caller's mistake nothing was sent

@@ -49,7 +49,13 @@ def agree(group: AllReduce, mine: StepStats) -> StepStats:
     """
     stats = stats_of_all(group, mine)
     for rank, theirs in enumerate(stats):
-        refuse_diverged(rank, theirs.totals, stats[0].totals)
+        if not same_sums(theirs.totals, stats[0].totals).all():
+            raise ExchangeError(
+                f"rank {rank} holds other sums than rank 0",
+                got=f"squared norm {theirs.totals.sum():.9g}",
+                expected=f"{stats[0].totals.sum():.9g}",
+                do="memory or the network corrupted a gradient: restart from a checkpoint",
+            )
     return StepStats(
         weight=ordered_sum(one.weight for one in stats),
         micro_batches=sum(one.micro_batches for one in stats),
@@ -102,14 +108,3 @@ def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
             expected=f"a weight and micro-batches, or 0 and none, {mine.totals.size} components",
         )
     return stats
-
-
-def refuse_diverged(rank: int, totals: Float64, first: Float64) -> None:
-    """Raise `ExchangeError` if a rank's squared sums differ from rank 0's by more than their rounding."""
-    if not same_sums(totals, first).all():
-        raise ExchangeError(
-            f"rank {rank} holds other sums than rank 0",
-            got=f"squared norm {totals.sum():.9g}",
-            expected=f"{first.sum():.9g}",
-            do="memory or the network corrupted a gradient: restart from a checkpoint",
-        )

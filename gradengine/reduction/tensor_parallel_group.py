@@ -20,7 +20,6 @@ from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, Pro
 from gradengine.exchange.linked import Exchange
 from gradengine.kernels import Float64
 from gradengine.layout import GradientLayout
-from gradengine.reduction.all_gather import in_group
 from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.stats import StepStats, same_sums, stats_of_all, unused_by_all
 
@@ -53,7 +52,7 @@ class TensorParallelGroup:
                 expected=f"tp_rank {layout.tp_rank} of tp_size {layout.tp_size}",
                 do="connect each rank as its tp_rank of its TensorParallelConfig",
             )
-        with _named():  # the layout has no elements: nothing is summed
+        with _InGroup():  # the layout has no elements: nothing is summed
             compared = {f"{slot.name} ({slot.partition})": (0, *slot.shape) for slot in self._slots}
             self.group.join(exchange, GradientLayout.of(compared), np.empty(0, np.float32))
 
@@ -61,15 +60,18 @@ class TensorParallelGroup:
         """The whole model's stats from this rank's: the same on all ranks of the group."""
         if self.group.is_alone:
             return mine
-        with _named():
-            return self._of_all_parts(mine)
+        with _InGroup():
+            settings = {**mine.settings, "window": _described(self._accumulator.weights)}
+            parts = stats_of_all(self.group, replace(mine, settings=settings))
+            totals = self._totals_of_the_model([part.totals for part in parts])
+            return replace(mine, totals=totals, unused=unused_by_all(parts))
 
     def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
         """The first error, in layout order, of those that all ranks found; the same on each. `mine` is this rank's."""
         if self.group.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
-        with _named():
+        with _InGroup():
             facts = None if mine is None else [mine.component, mine.index, float(mine.value), mine.rank]
             told = self.group.tell(f"finding in {place}", facts)
             found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
@@ -77,32 +79,31 @@ class TensorParallelGroup:
 
     # ---- inside ----
 
-    def _of_all_parts(self, mine: StepStats) -> StepStats:
-        settings = {**mine.settings, "window": _described(self._accumulator.weights)}
-        parts = stats_of_all(self.group, replace(mine, settings=settings))
-        totals = self._totals_of_the_model([part.totals for part in parts])
-        return replace(mine, totals=totals, unused=unused_by_all(parts))
-
     def _totals_of_the_model(self, parts: Sequence[Float64]) -> Float64:
         totals: Float64 = np.add.accumulate(parts)[-1]
         replicas = np.array(parts)[:, self._is_replicated]
         is_finite = np.isfinite(replicas).all(axis=0)
         for rank, replica in enumerate(replicas):
-            self._refuse_other_replicas(rank, np.where(is_finite, replica, 0), np.where(is_finite, replicas[0], 0))
+            for position in np.flatnonzero(is_finite & ~same_sums(replica, replicas[0])):
+                slot = self._slots[np.flatnonzero(self._is_replicated)[position]]
+                raise ExchangeError(
+                    f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
+                    got=f"norm {replica[position] ** 0.5:.9g} on rank {rank}",
+                    expected=f"{replicas[0, position] ** 0.5:.9g}",
+                    do="all-reduce it over the group before add(), as sequence parallelism needs",
+                )
         # Where one rank's is not finite the sum over the ranks is not either: all of them refuse the step.
         totals[self._is_replicated] = np.where(is_finite, replicas[0], totals[self._is_replicated])
         return totals
 
-    def _refuse_other_replicas(self, rank: int, replica: Float64, first: Float64) -> None:
-        differs = np.flatnonzero(~same_sums(replica, first))
-        if differs.size:
-            slot = self._slots[np.flatnonzero(self._is_replicated)[differs[0]]]
-            raise ExchangeError(
-                f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",
-                got=f"norm {replica[differs[0]] ** 0.5:.9g} on rank {rank}",
-                expected=f"{first[differs[0]] ** 0.5:.9g}",
-                do="all-reduce it over the group before add(), as sequence parallelism needs",
-            )
+
+class _InGroup(AbstractContextManager[None]):
+    """A context in which errors of an exchange begin with the name of the group."""
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        if isinstance(fault, ExchangeError):
+            what = f"in the tensor-parallel group: {fault.what}"
+            raise type(fault)(what, got=fault.got, expected=fault.expected, do=fault.do) from fault
 
 
 def _described(weights: Sequence[float]) -> str:
@@ -111,10 +112,6 @@ def _described(weights: Sequence[float]) -> str:
     if len(weights) > _WEIGHTS_SHOWN:
         shown = f"{shown.split(', ')[0]}, ... (sha256 {hashlib.sha256(shown.encode()).hexdigest()[:12]})"
     return f"{len(weights)} micro-batches of weight {shown}" if weights else "no micro-batch"
-
-
-def _named() -> AbstractContextManager[None]:
-    return in_group("in the tensor-parallel group")
 
 
 def _found_by(tp_rank: int, facts: Any, step: int, known: Container[str]) -> NonFiniteGradient | None:

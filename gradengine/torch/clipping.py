@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradengine import errors
-from gradengine.arguments import as_float, as_text, said, truth_value
+from gradengine.arguments import as_float, said, truth_value
 from gradengine.clip import checked_max_norm, clip_by_global_norm
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.kernels import kernels_for
@@ -62,7 +62,7 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
     """
-    if as_text(norm_type) not in {"2", "2.0"} and as_float(norm_type) != 2:
+    if str(norm_type) not in {"2", "2.0"} and as_float(norm_type) != 2:
         do = "use torch.nn.utils.clip_grad_norm_ for it"
         raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
     bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradengine.arguments import has
 from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.layout.components import trainable
@@ -57,7 +56,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
 
 
 def _refuse_not_fused(optimizer: Any) -> None:
-    takes_both = has(optimizer, "_step_supports_amp_scaling") and optimizer._step_supports_amp_scaling
+    takes_both = hasattr(optimizer, "_step_supports_amp_scaling") and optimizer._step_supports_amp_scaling
     # A loaded state dict brings its own `fused` with it.
     if takes_both and all(group.get("fused", True) for group in optimizer.param_groups):
         return
