@@ -295,7 +295,7 @@ BREAKING = {
     "a hand back": ("open", lambda stand: stand.interrupt(stand.engine._kernels, "hand_back", stand.engine.step)),
     "the end of a step": ("open", lambda stand: stand.interrupt(stand.engine._reducer, "next_step", stand.engine.step)),
     "a replay": ("empty", lambda stand: stand.interrupt(stand.engine._late, "send", stand.graph.replay)),
-    "an add that counts": ("open", lambda stand: stand.interrupt(stand.engine, "_add", stand.open)),
+    "an add that counts": ("open", lambda stand: stand.interrupt(stand.engine.accumulator, "_add", stand.open)),
 }
 
 

@@ -69,7 +69,6 @@ class Ready:
     def __init__(self, device):
         self.device = device
         self.gradients, self.out = self.arrays(LAYOUT), self.arrays(LAYOUT)
-        self.weight = device.put(np.ones(1, np.float32))
         self.engine, self.other = (new_engine(device, self.gradients) for _ in range(2))
         self.result, self.state = step(self.engine, self.gradients), self.engine.state_dict()
         self.graph = captured(self.engine, self.gradients)
@@ -168,7 +167,6 @@ CALLS = {
     "clip": lambda on: lambda: clip_gradients_fused(on.gradients, 1.0, on.clip),
     "clip_by_global_norm": lambda on: lambda: clip_by_global_norm(on.gradients, 1.0),
     "clip in a new thread": lambda on: lambda: clipped_in_a_new_thread(on),
-    "weights on the device": lambda on: lambda: [on.engine.add(on.gradients, on.weight) for _ in range(2)],
     "addresses by memory": with_another(held, *[8] * 1500, hold=4),
     "large pinned memory": with_another(loaded, 300),
     "exchange": exchanged,

@@ -149,8 +149,8 @@ class TestFinalise:
         counts = [count for _ in range(16) for count in draws.permutation(chunks).tolist()][:-5]
         sums = device.kernels.partial_sums([count * 32768 for count in counts])
         squares, bad = draws.exponential(size=sum(counts)), draws.integers(0, 32769, sum(counts), np.uint32)
-        device.kernels.device.fill(sums.values, squares)
-        device.kernels.device.fill(sums.non_finite, bad)
+        device.kernels.device.copied_into(sums.values, squares)
+        device.kernels.device.copied_into(sums.non_finite, bad)
         decision = finalise(device.kernels, None, sums, ClipPlan((0,) * len(counts), (1.0,)), 1.0, zero_if_bad=False)
         expected = []
         for first, count in zip(sums.first, counts, strict=True):

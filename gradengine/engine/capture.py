@@ -120,8 +120,8 @@ class CapturedWindow(Fixed):
 
     def ask(self, call: Call) -> State:
         """Return the state that a capture or a replay leads to; raises if the state, workers or a graph forbid it."""
-        leads_to = self._accumulator.state.ask(call, self._reducer.facts)
         self._reducer.refuse_other_group(self._sums)
+        leads_to = self._accumulator.state.ask(call, self._reducer.facts)
         refuse_other_graph(self._accumulator.kernels.device, is_recording=False)
         return leads_to
 
