@@ -59,7 +59,10 @@ def stream_handle(stream: Any) -> int:
 
 def _handles(stream: Any) -> tuple[object, ...]:
     """The handle by `__cuda_stream__`, then by torch's `cuda_stream`."""
-    protocol = getattr(stream, "__cuda_stream__", None)
-    answer = protocol() if callable(protocol) else protocol
-    named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
-    return named, getattr(stream, "cuda_stream", None)
+    try:
+        protocol = getattr(stream, "__cuda_stream__", None)
+        answer = protocol() if callable(protocol) else protocol
+        named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        return named, getattr(stream, "cuda_stream", None)
+    except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
+        return ()

@@ -223,9 +223,9 @@ __device__ __forceinline__ void blame_weight(double told, StepStatus* verdict) {
 // Where 1 / divisor is no normal number of fp32, and NaN is none: infinity, so that norm and factor are 0. `weight` is a
 // factor of it that the host does not know, `scaling` a dynamic loss scale.
 __device__ __forceinline__ Divisor divisor_of(double by_value, const double* weight, const Scaling* scaling) {
-  double value = scaling ? widen(scaling->scale) * by_value : by_value;
-  if (weight) value *= *weight;
-  const double told = weight ? *weight : by_value;  // by its bits a NaN says what is wrong
+  const double factor = weight ? *weight : 1.0;
+  const double value = (scaling ? widen(scaling->scale) * by_value : by_value) * factor;
+  const double told = weight ? factor : by_value;  // by its bits a NaN says what is wrong
   const bool is_good = value >= 0x1p-126 && value <= 0x1p126;
   return is_good ? Divisor{value, told, false} : Divisor{INFINITE, told, true};
 }
