@@ -23,11 +23,11 @@ from gradengine.kernels import (
     DeviceLike,
     FoldPass,
     Kernels,
-    SlotSet,
     kernels_for,
     producers_of,
 )
 from gradengine.kernels.toolchain import arithmetic
+from gradengine.layout.slots import Span
 
 __all__ = ["add", "cast", "fill", "scale"]
 
@@ -70,7 +70,7 @@ def add(
             value = f"gradengine::add(target, weight == 1.0f ? {term} : gradengine::multiply(weight, {term}))"
             _run(kernels, "add", value, to, of, weight=by)
         else:
-            slots = SlotSet([0])
+            slots = Span.at([0])
             fold = FoldPass(slots, np.zeros(1, np.bool_), [Contribution.of(slots, [of])], [by])
             kernels.accumulate(kernels.arena([to]), fold)
 

@@ -17,8 +17,9 @@ import numpy as np
 from gradengine import GradientEngine, GradientLayout
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.clip import FusedClipState, clip_gradients_fused
-from gradengine.kernels import Contribution, CudaKernels, FoldPass, SlotSet
+from gradengine.kernels import Contribution, CudaKernels, FoldPass
 from gradengine.kernels.cuda import cuda_kernels
+from gradengine.layout.slots import Span
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = (1, 7, 33, 2049, 5003)
@@ -72,7 +73,7 @@ def accumulates(kernels: CudaKernels, components: int, sources: int) -> None:
         columns.append(views)
         terms = [weight * widened(values) for weight, values in zip(weights, stored, strict=True)]
         expected.append(list(itertools.accumulate(terms))[-1])
-    arena, slots = kernels.arena(targets), SlotSet(range(len(targets)))
+    arena, slots = kernels.arena(targets), Span.at(range(len(targets)))
     contributions = [Contribution.of(slots, views) for views in zip(*columns, strict=True)]
     kernels.accumulate(arena, FoldPass(slots, np.ones(len(targets), np.bool_), contributions, weights), measure=True)
     for target, values in zip(targets, expected, strict=True):

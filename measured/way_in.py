@@ -26,7 +26,8 @@ from rich.table import Table
 from gradengine import GradientLayout, RawBuffer
 from gradengine.accumulate.intake import Intake
 from gradengine.bench.machine import machine, versions
-from gradengine.kernels import SlotSet, kernels_for
+from gradengine.kernels import kernels_for
+from gradengine.layout.slots import Span
 
 SHAPE = (8, 8)
 
@@ -72,7 +73,7 @@ def cases(count: int) -> dict[str, Callable[[], list[Any]]]:
 
 def measured(count: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds a tensor: framework -> {"same", "new"}."""
-    device, layout, places = kernels_for("cpu").device, GradientLayout.of([SHAPE] * count), SlotSet(range(count))
+    device, layout, places = kernels_for("cpu").device, GradientLayout.of([SHAPE] * count), Span.at(range(count))
     makers = cases(count)
     kinds = [(framework, kind) for framework in makers for kind in ("same", "new")]
     arrivals = {which: Intake(device, device.allocate(1)) for which in kinds}

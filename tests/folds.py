@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradengine.arrays.buffer import Buffer
-from gradengine.kernels import Arena, ClipPlan, Contribution, Destinations, FoldPass, SlotSet
+from gradengine.kernels import Arena, ClipPlan, Contribution, Destinations, FoldPass
+from gradengine.layout.slots import Span
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def passes_of(folds):
 
 
 def _pass_of(folds):
-    slots = SlotSet([fold.position for fold in folds])
+    slots = Span.at([fold.position for fold in folds])
     longest = max((fold.weights for fold in folds), key=len)
     columns = itertools.zip_longest(*(fold.sources for fold in folds))
     overwrite = np.array([fold.overwrite for fold in folds])
@@ -75,8 +76,8 @@ def accumulate(kernels, targets, folds, partials=None, *, measure=True):
 def zero_sums(kernels, partials, positions):
     """Targets with these partial sums become zero, at some positions."""
     targets = [kernels.device.allocate(size) for size in partials.sizes]
-    slots = SlotSet(range(len(targets)))
-    kernels.zero(Arena(tuple(targets), partials), slots, np.isin(slots.index, positions))
+    slots = Span.at(range(len(targets)))
+    kernels.zero(Arena(tuple(targets), partials), slots, np.isin(slots.places, positions))
 
 
 def measure(kernels, buffers, partials, positions=None):

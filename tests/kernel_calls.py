@@ -5,7 +5,8 @@ import strategies as draw
 from devices import number_of
 from folds import Fold, accumulate, finalise, hand_back, measure, totals_of
 
-from gradengine.kernels import ClipPlan, Contribution, FoldPass, SlotSet
+from gradengine.kernels import ClipPlan, Contribution, FoldPass
+from gradengine.layout.slots import Span
 
 ALL_16_BITS = np.arange(2**16, dtype=np.uint16)
 OFFSETS = range(8)  # in elements: every way to lie beside a 16-byte boundary
@@ -23,7 +24,7 @@ def fold_of(position, overwrite, views, weights):
 
 def batch_of(positions, views, weights, overwrite):
     """Micro-batches as they are held: a row of views for each, None where it gave nothing."""
-    places = SlotSet(positions)
+    places = Span.at(positions)
     contributions = [Contribution.of(places, row) for row in views]
     return FoldPass(places, np.array(overwrite), contributions, [np.float32(weight) for weight in weights])
 

@@ -35,7 +35,7 @@ class AnyCalls(RuleBasedStateMachine):
     def begin(self, hold, data):
         self.layout = data.draw(st.one_of(st.sampled_from([ODD, SMALL]), draw.uneven_layouts(self.backend.chunk)))
         self.accumulator = new(self.layout, hold, self.backend)
-        assert self.accumulator._of_slot  # whose tables go to the device once
+        assert self.accumulator._alone  # whose tables go to the device once
         self.forget()
         self.seed, self.buffers = 0, {}
 

@@ -13,11 +13,11 @@ from producers import Producer
 from gradengine import GradientEngine, GradientLayout
 from gradengine.accumulate.intake import Intake
 from gradengine.errors import BufferRefused, LayoutMismatch
-from gradengine.kernels import SlotSet
 from gradengine.kernels.operands import ADDRESS
+from gradengine.layout.slots import Span
 
 LAYOUT = GradientLayout.of([(4,), (2, 3)])
-PLACES = SlotSet(range(2))
+WHOLE = Span.of(LAYOUT.slots, "the layout")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def pointers(contribution):
 def test_several_sets_are_known_the_second_time(device, lookup, arrivals):
     sets = [arrays_of(device) for _ in range(4)]
     for arrays in sets * 3:
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, list(arrays))
+        contribution = arrivals.contribution(WHOLE, list(arrays))
         assert pointers(contribution) == [array.data.ptr for array in arrays]
     assert lookup.looked == 4 * 2
 
@@ -51,7 +51,7 @@ def test_another_array_or_none_in_the_same_list_is_another_set(device, arrivals)
     given = [first, None]
     for other in (None, second, arrays_of(device)[1], None):
         given[1] = other
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, given)
+        contribution = arrivals.contribution(WHOLE, given)
         assert pointers(contribution) == [first.data.ptr, 0 if other is None else other.data.ptr]
         assert contribution.present.tolist() == [True, other is not None]
 
@@ -67,16 +67,16 @@ def test_tensors_are_known_again_and_those_that_moved_or_are_new_are_looked_at(d
     for given, looked in ((tensors, 2), (tensors, 2), (again, 4), (moved, 6)):
         if looked == 6:
             moved[0].array = arrays_of(device)[0]
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, given)
+        contribution = arrivals.contribution(WHOLE, given)
         assert pointers(contribution) == [tensor.data_ptr() for tensor in given]
         assert lookup.looked == looked
 
 
 def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
-    arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+    arrivals.contribution(WHOLE, tensors)
     tensors[0].dtype = "torch.float64"
     with pytest.raises(BufferRefused, match="got float64"):
-        arrivals.contribution(PLACES, LAYOUT.slots, tensors)
+        arrivals.contribution(WHOLE, tensors)
 
 
 class TestByTheirForm:
@@ -93,7 +93,7 @@ class TestByTheirForm:
     @pytest.fixture
     def add(self, arrivals):
         def add(arrays):
-            return arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+            return arrivals.contribution(WHOLE, arrays)
 
         return add
 
@@ -142,7 +142,7 @@ class TestByTheirForm:
     def test_a_held_one_that_moved_is_told(self, lookup, new):
         arrivals = Intake(lookup, lookup.allocate(64), holds=True)
         for _ in range(20):
-            contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays := new())
+            contribution = arrivals.contribution(WHOLE, arrays := new())
         assert contribution.address_check.moved([0, 1]) is None
         if isinstance(arrays[1], Tensor):
             arrays[1].array = new()[1].array
@@ -159,7 +159,7 @@ class TestByTheirForm:
 
 def test_tensors_are_taken_by_their_form_behind_the_stream_that_torch_is_on_now(device, arrivals, tensors):
     def producers():
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, tensors_of(arrays_of(device)))
+        contribution = arrivals.contribution(WHOLE, tensors_of(arrays_of(device)))
         return {producer.stream() for producer in contribution.producers}
 
     for _ in range(20):
@@ -173,14 +173,14 @@ def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, 
     for _ in range(100):
         arrays = arrays_of(device)
         for _ in range(2):
-            arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+            arrivals.contribution(WHOLE, arrays)
     assert lookup.looked == 100 * 2
 
 
 def test_pointers_are_known_again(device, lookup, arrivals):
     pointing = [raw(device.kernels.device.view(array, "w")) for array in arrays_of(device)]
     for _ in range(3):
-        arrivals.contribution(PLACES, LAYOUT.slots, pointing)
+        arrivals.contribution(WHOLE, pointing)
     assert lookup.looked == 2
 
 
@@ -193,7 +193,7 @@ def test_exports_are_asked_for_each_time(device, arrivals, wraps_ours):
         for producer, array in zip(producers, arrays, strict=True):
             producer.data, producer.__cuda_array_interface__ = array.data, array.__cuda_array_interface__
     for _ in range(3):
-        arrivals.contribution(PLACES, LAYOUT.slots, producers)
+        arrivals.contribution(WHOLE, producers)
     assert [len(producer.asked) for producer in producers] == [3, 3]
 
 
@@ -219,7 +219,7 @@ def test_new_torch_gradients_are_read_as_their_dtype_says_in_each_micro_batch(dt
 def test_nobodys_memory_is_kept(device, arrivals):
     arrays = arrays_of(device)
     gone = weakref.ref(arrays[0])
-    arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+    arrivals.contribution(WHOLE, arrays)
     del arrays
     gc.collect()
     assert gone() is None
@@ -229,6 +229,6 @@ def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, arrivals):
     """Its id may be another array's from then on."""
     for value in range(20):
         arrays = arrays_of(device, value)
-        contribution = arrivals.contribution(PLACES, LAYOUT.slots, arrays)
+        contribution = arrivals.contribution(WHOLE, arrays)
         assert pointers(contribution) == [array.data.ptr for array in arrays]
         del arrays, contribution

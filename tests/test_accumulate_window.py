@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from gradengine.accumulate.window import Window, checked_weight, ordered_sum
 from gradengine.arrays.host import host_buffer
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Contribution, SlotSet
+from gradengine.kernels import Contribution
 from gradengine.layout import GradientLayout
+from gradengine.layout.slots import Span
 
 ONE = np.float32(1)
 
@@ -45,7 +46,7 @@ def folds(window, places):
 
 class TestFolding:
     def test_the_mean_counts_as_one_micro_batch_that_nobody_has_measured(self):
-        window, both = Window(2), SlotSet([0, 1])
+        window, both = Window(2), Span.at([0, 1])
         took(window, both, np.float32(2))
         took(window, both)
         fold_held(window, both)
@@ -58,7 +59,7 @@ class TestFolding:
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.booleans()), max_size=12))
     def test_any_order_of_parts_and_folds_gives_each_slot_its_own_in_order(self, calls):
         """Against a list for each slot: what a fold hands over is what came, once, in the order it came."""
-        parts = [SlotSet([0]), SlotSet([1, 2]), SlotSet([3]), SlotSet(range(4))]
+        parts = [Span.at([0]), Span.at([1, 2]), Span.at([3]), Span.at(range(4))]
         window, waiting = Window(4), [[] for _ in range(4)]
 
         def fold(places):
@@ -83,13 +84,13 @@ class TestFolding:
     def test_an_address_is_held_until_its_fold_and_of_an_empty_view_none_is(self):
         window, slots = Window(2), GradientLayout.of([(1,), (1,)]).slots
         shared = view()
-        take(window, Contribution.of(SlotSet([0]), [shared]))
-        again = Contribution.of(SlotSet([1]), [shared])
+        take(window, Contribution.of(Span.at([0]), [shared]))
+        again = Contribution.of(Span.at([1]), [shared])
         with pytest.raises(BufferRefused, match="'1' is held already"):
             window.refuse_aliases(again, slots)
-        fold_held(window, SlotSet([0]))
+        fold_held(window, Span.at([0]))
         window.refuse_aliases(again, slots)
-        empty = take(window, Contribution.of(SlotSet([0]), [view(0)]))
+        empty = take(window, Contribution.of(Span.at([0]), [view(0)]))
         window.refuse_aliases(empty, slots)
 
 

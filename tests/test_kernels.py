@@ -27,10 +27,11 @@ from kernel_calls import (
 
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import LayoutMismatch
-from gradengine.kernels import CHUNK, Arena, Contribution, SlotSet, launch
+from gradengine.kernels import CHUNK, Arena, Contribution, launch
 from gradengine.kernels.decision import sum_in_order
 from gradengine.kernels.host import ROUND, WIDEN, HostKernels
 from gradengine.kernels.operands import ADDRESS
+from gradengine.layout.slots import Span
 
 NAN, INF = math.nan, math.inf
 
@@ -129,7 +130,7 @@ class TestAccumulate:
     def test_a_contribution_says_where_gradients_lie(self, dtype):
         """0 is nothing: a micro-batch that gave none, and a gradient without elements, wherever that is."""
         one, empty = (available("host").buffer_at(np.ones(size, draw.DTYPES[dtype]), 3) for size in (5, 0))
-        contribution = Contribution.of(SlotSet([4, 2, 7]), [one, None, empty])
+        contribution = Contribution.of(Span.at([4, 2, 7]), [one, None, empty])
         assert [int(address) & ADDRESS for address in contribution.addresses] == [one.pointer, 0, 0]
         assert contribution.present.tolist() == [True, False, True]
 
@@ -389,7 +390,7 @@ class TestSquaredSums:
         buffers = [backend.buffer(np.full(size, NAN, np.float32)) for size in sizes]
         arena, chosen = backend.kernels.arena(buffers), np.array(chosen, bool)
         backend.kernels.measure(arena)
-        backend.kernels.zero(arena, SlotSet(positions), chosen)
+        backend.kernels.zero(arena, Span.at(positions), chosen)
         zeroed = set(np.array(positions)[chosen].tolist())
         totals = backend.kernels.totals(arena)
         for position, buffer in enumerate(buffers):

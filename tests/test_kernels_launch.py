@@ -19,11 +19,12 @@ from kernel_calls import everything, fold_of, numbers, sums_of
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError
-from gradengine.kernels import ClipPlan, SlotSet, launch, toolchain
+from gradengine.kernels import ClipPlan, launch, toolchain
 from gradengine.kernels.cuda import CudaPartialSums
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.launch import CAPACITIES, Entry, Tables, by_value, chunk_for
 from gradengine.kernels.operands import OVERWRITE, tagged
+from gradengine.layout.slots import Span
 
 PLAN = ClipPlan((0,), (1.0,))
 
@@ -117,7 +118,7 @@ class TestQueue:
 
     def test_zeros_of_targets_and_of_their_sums_are_one_launch(self, emulated):
         kernels, buffers = emulated.kernels, [emulated.kernels.device.allocate(5) for _ in range(3)]
-        arena, slots = kernels.arena(buffers), SlotSet([0, 2])
+        arena, slots = kernels.arena(buffers), Span.at([0, 2])
         kernels.prepare(arena, [slots])
         with cuda_emulator.recorded() as record:
             kernels.fill_zero(buffers)

@@ -27,7 +27,7 @@ from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, Fixed, NotCopied, WindowError
-from gradengine.kernels import Contribution, FoldPass, Kernels, SlotSet, kernels_for
+from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
@@ -96,12 +96,9 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
         # Components that may be written to through views: each step measures them again.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
-        self._all = self.arena.whole
-        self._left: set[SlotSet] = set()  # spans of the window that are on their way to other workers
-        self._position = {slot.name: i for i, slot in enumerate(layout.slots)}
-        # A lone span is the whole: what comes in either way is held together.
-        self._of_span = {s.key: self._slot_set(s.slots) if len(layout.spans) > 1 else self._all for s in layout.spans}
-        kernels.prepare(self.arena, [self._all, *self._of_span.values()])
+        self._all = Span.of(layout.slots, "the layout")
+        self._left: set[Span] = set()  # spans of the window that are on their way to other workers
+        kernels.prepare(self.arena, [self._all, *layout.spans])
 
     @property
     def num_blocks(self) -> int:
@@ -171,7 +168,7 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
             >>> accumulator.accumulated_count, accumulator.total_weight
             (1, 2.0)
         """
-        self._add(Call.ADD, self._all, self.layout.slots, "the layout", gradients, weight, measure)
+        self._add(Call.ADD, self._all, gradients, weight, measure)
 
     def add_nothing(self) -> None:
         """Note that this worker has no micro-batch: its window may stay empty, with weight 0 in the workers' sum."""
@@ -216,10 +213,10 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
             WindowError: The weight is bad, a component has fewer micro-batches than the others, or the component's
                 block is being sent to the other workers.
         """
-        call, slot, span = Call.BEGIN if begins else Call.COMPONENT, self.layout.slot(name), self.layout.span_of(name)
         if not begins:
-            self._refuse_on_its_way(span)
-        self._add(call, self._of_slot[name], (slot,), f"component '{name}'", [gradient], weight, measure)
+            self._refuse_on_its_way(self.layout.span_of(name))
+        alone = self._alone[self.layout.slot(name).name]
+        self._add(Call.BEGIN if begins else Call.COMPONENT, alone, [gradient], weight, measure)
 
     def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
         """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added."""
@@ -234,16 +231,16 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         self, group: Group, gradients: Sequence[object], weight: SupportsFloat = 1.0, *, measure: bool = False
     ) -> None:
         """Add a gradient, or None, for each component of one of `groups`, in order; otherwise as `add_component`."""
-        for slot, gradient in zip(group.slots, gradients, strict=True) if self._left else ():
+        for slot, gradient in zip(group.span.slots, gradients, strict=True) if self._left else ():
             if gradient is not None:
                 self._refuse_on_its_way(self.layout.span_of(slot.name))
-        self._add(Call.COMPONENT, group.slot_set, group.slots, "a group", gradients, weight, measure)
+        self._add(Call.COMPONENT, group.span, gradients, weight, measure)
 
     def note_added(self, name: str) -> None:
         """Note that a component's memory was added to by its own layer; raises as `add_component`."""
         self._refuse_on_its_way(self.layout.span_of(name))
         self.state.ask(Call.COMPONENT)
-        self._window.note_added(self._position[name], name)
+        self._window.note_added(self.layout.slot(name).position, name)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch that is added component by component: components not added had no gradient in it."""
@@ -262,9 +259,8 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
             WindowError: Later, when the block is written to while it is sent, or in a state that does not allow it.
         """
         block = self.layout.block(index)
-        slot_set = self._of_span[block.key]
-        self._view(slot_set)
-        return BlockGradientSet(block, self.kernels, self.arena, slot_set, partial(self._writing, block))
+        self._view(block)
+        return BlockGradientSet(block, self.kernels, self.arena, block, partial(self._writing, block))
 
     def average(self) -> None:
         """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
@@ -334,12 +330,12 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
 
     def close_span(self, span: Span) -> None:
         """Fold what is held for a span, so that its sum can be sent; nothing more is added to it in this window."""
-        self._flush(self._of_span[span.key])
-        self._left.add(self._of_span[span.key])
+        self._flush(span)
+        self._left.add(span)
 
     def count_of(self, span: Span) -> int:
         """The window's micro-batches so far in a span: those of the component that has most."""
-        return int(self._window.counts[self._of_span[span.key].index].max())
+        return int(self._window.counts[span.places].max())
 
     def measure_rest(self) -> None:
         """Measure the squared sums that no fold has measured: one read of those components."""
@@ -354,11 +350,11 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
 
     def flush(self, slots: Sequence[Slot]) -> None:
         """Fold what is held for these slots, so that they may be read; zeros where nothing was added yet."""
-        self._flush(self._slot_set(slots))
+        self._flush(Span.of(slots, "these"))
 
     def target_of(self, slot: Slot) -> Buffer:
         """A slot's part of the arena."""
-        return self.arena.targets[self._position[slot.name]]
+        return self.arena.targets[slot.position]
 
     def views(self) -> Mapping[str, Any]:
         """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
@@ -389,18 +385,18 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         return NamedArrays(arrays, self.layout.orders)
 
     @cached_property
-    def _of_slot(self) -> Mapping[str, SlotSet]:
-        """Component name -> a set of its slot alone; a span of one component shares it, so that both hold together."""
-        alone = {s.slots[0].name: self._of_span[s.key] for s in self.layout.spans if len(s.slots) == 1}
-        sets = {slot.name: alone.get(slot.name) or self._slot_set([slot]) for slot in self.layout.slots}
-        self.kernels.prepare(self.arena, [*sets.values()])
-        return sets
+    def _alone(self) -> Mapping[str, Span]:
+        """Component name -> a span of it alone."""
+        own = {s.slots[0].name: s for s in self.layout.spans if len(s.slots) == 1}
+        spans = {s.name: own.get(s.name) or Span.of([s], f"component '{s.name}'") for s in self.layout.slots}
+        self.kernels.prepare(self.arena, [*spans.values()])
+        return spans
 
     @cached_property
     def groups(self) -> Groups:
         """The groups that components are added in, where backward makes their gradients one by one."""
-        groups = Groups(self.layout, self._all, self._of_span)
-        self.kernels.prepare(self.arena, [group.slot_set for group in groups.all])
+        groups = Groups(self.layout)
+        self.kernels.prepare(self.arena, [group.span for group in groups.all])
         return groups
 
     # ---- saved and loaded ----
@@ -443,14 +439,13 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
     def _add_part(
         self, span: Span, gradients: Gradients, weight: SupportsFloat, measure: bool, prefix: str = ""
     ) -> None:
-        slot_set = self._of_span[span.key]
-        if slot_set in self._left:
+        if span in self._left:
             self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
             raise self._on_its_way(span.called)
-        self._add(Call.ADD_PART, slot_set, span.slots, span.called, gradients, weight, measure, prefix)
+        self._add(Call.ADD_PART, span, gradients, weight, measure, prefix)
 
     def _refuse_on_its_way(self, span: Span) -> None:
-        if self._of_span[span.key] in self._left:
+        if span in self._left:
             self.state.ask(Call.COMPONENT)
             raise self._on_its_way(span.called, do="use micro_batch(last=False) if a component is added more than once")
 
@@ -462,25 +457,22 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
             do=do,
         )
 
-    def _view(self, slot_set: SlotSet) -> None:
+    def _view(self, span: Span) -> None:
         """Fold what is held for these slots, so that they may be read and written; later steps measure them again."""
-        self._flush(slot_set)
-        self._exposed[slot_set.index] = True
+        self._flush(span)
+        self._exposed[span.places] = True
 
     def _writing(self, block: Block) -> AbstractContextManager[None]:
         """A context in which a block that was handed out is written to."""
-        slot_set = self._of_span[block.key]
-        if slot_set in self._left:
+        if block in self._left:
             raise self._on_its_way(block.called)
-        self._view(slot_set)
+        self._view(block)
         return self.changing()
 
     def _add(
         self,
         call: Call,
-        slot_set: SlotSet,
-        slots: Sequence[Slot],
-        where: str,
+        span: Span,
         gradients: Gradients,
         weight: SupportsFloat,
         measure: bool,
@@ -488,60 +480,57 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
     ) -> None:
         added = self.state.ask(call)
         scalar, measure = checked_weight(weight), truth_value("measure", measure)
-        sources = in_slot_order(slots, gradients, where, prefix)
+        sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))
         if call is Call.BEGIN:
             self._window.refuse_lagging(self.layout.slots)
-        contribution = self._intake.contribution(slot_set, slots, sources)
-        self._window.refuse_other_weight(slot_set, scalar, where)
+        contribution = self._intake.contribution(span, sources)
+        self._window.refuse_other_weight(span, scalar)
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
         with self.changing(added):
             self._window.count(contribution, scalar, is_coming=added is State.COMING)
-            is_first = ~self._window.filled[slot_set.where]
-            self._fold([FoldPass(slot_set, is_first, [contribution], [scalar])], measure=measure)
+            is_first = ~self._window.filled[span.where]
+            self._fold([FoldPass(span, is_first, [contribution], [scalar])], measure=measure)
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
-        window, slot_set = self._window, contribution.slots
+        window, span = self._window, contribution.slots
         window.refuse_aliases(contribution, self.layout.slots)
-        is_full = measure or window.depth(slot_set) + 1 >= self.hold
-        is_apart = window.held_with(slot_set) not in ([], [slot_set])  # they came in other parts before
+        is_full = measure or window.depth(span) + 1 >= self.hold
+        is_apart = window.held_with(span) not in ([], [span])  # they came in other parts before
         if is_full or is_apart:
-            self._before_fold(slot_set)
+            self._before_fold(span)
         with self.changing(added):
             if is_apart:
-                self._fold(window.held_passes(slot_set), measure=False)
+                self._fold(window.held_passes(span), measure=False)
             window.count(contribution, weight, is_coming=added is State.COMING)
             window.hold(contribution, weight)
             if is_full:
-                self._fold(window.held_passes(slot_set), measure=measure)
+                self._fold(window.held_passes(span), measure=measure)
 
-    def _slot_set(self, slots: Sequence[Slot]) -> SlotSet:
-        return SlotSet([self._position[slot.name] for slot in slots])
-
-    def _flush(self, slot_set: SlotSet, over: State | None = None, *, measure: bool = False) -> None:
+    def _flush(self, span: Span, over: State | None = None, *, measure: bool = False) -> None:
         """Fold what is held and zero what got nothing; for a view, or for a call that ends in the state `over`."""
         over = over or self.state.ask(Call.VIEW)
-        if self._window.filled[slot_set.index].all() and not self._window.held_with(slot_set):
+        if self._window.filled[span.places].all() and not self._window.held_with(span):
             return
-        self._before_fold(slot_set)
+        self._before_fold(span)
         with self.changing(over):
-            self._fold(self._window.held_passes(slot_set), measure=measure)
-            empty = ~self._window.filled[slot_set.index]
+            self._fold(self._window.held_passes(span), measure=measure)
+            empty = ~self._window.filled[span.places]
             if empty.any():
-                self._zero(slot_set, empty)
+                self._zero(span, empty)
 
-    def _zero(self, slot_set: SlotSet, chosen: Flags) -> None:
-        self.kernels.zero(self.arena, slot_set, chosen)
-        positions = slot_set.index[chosen]
+    def _zero(self, span: Span, chosen: Flags) -> None:
+        self.kernels.zero(self.arena, span, chosen)
+        positions = span.places[chosen]
         self._window.filled[positions] = self._window.measured[positions] = True
 
-    def _before_fold(self, slot_set: SlotSet) -> None:
+    def _before_fold(self, span: Span) -> None:
         """Raise the errors that, if raised during the fold, would leave the window half written."""
-        if self._window.held_with(slot_set):
-            self._window.refuse_moved(slot_set, self.layout.slots)
+        if self._window.held_with(span):
+            self._window.refuse_moved(span, self.layout.slots)
             self.kernels.device.wait_for(self._window.producers)
 
     def _fold(self, passes: Iterable[FoldPass], *, measure: bool) -> None:

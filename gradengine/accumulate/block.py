@@ -12,9 +12,10 @@ from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_orde
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, Fixed, LayoutMismatch, NotCopied
-from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, SlotSet, kernels_for
+from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block
+from gradengine.layout.slots import Span
 
 
 @final
@@ -46,7 +47,7 @@ class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and
         block: Block,
         kernels: Kernels | None = None,
         arena: Arena | None = None,
-        slots: SlotSet | None = None,
+        slots: Span | None = None,
         writing: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         refuse_other_kind("block", block, Block, do="pass one of layout.blocks")

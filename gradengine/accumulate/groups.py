@@ -6,11 +6,10 @@ small tensors takes few passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
-from gradengine.kernels import SlotSet
-from gradengine.layout import GradientLayout, Slot, Span
+from gradengine.layout import GradientLayout, Span
 
 JOINED = 1 << 20  # elements, up to which spans are joined: 4 MiB of fp32
 
@@ -19,8 +18,10 @@ JOINED = 1 << 20  # elements, up to which spans are joined: 4 MiB of fp32
 class Group:
     """Components that are added in one pass: those of one span, or of several small ones in a row."""
 
-    def __init__(self, spans: Sequence[Span], slots: Sequence[Slot], slot_set: SlotSet) -> None:
-        self.spans, self.slots, self.slot_set, self.count = spans, slots, slot_set, len(slots)
+    def __init__(self, spans: Sequence[Span]) -> None:
+        slots = sorted([slot for span in spans for slot in span.slots], key=lambda slot: slot.position)
+        self.spans, self.span = spans, spans[0] if len(spans) == 1 else Span.of(slots, "a group")
+        self.count = len(slots)
 
 
 @final
@@ -33,20 +34,10 @@ class Groups:
         most: Elements that may be noted before they are added: those of the largest group of several components.
     """
 
-    def __init__(self, layout: GradientLayout, whole: SlotSet, of_span: Mapping[int | str, SlotSet]) -> None:
-        positions = {slot.name: i for i, slot in enumerate(layout.slots)}
-
-        def group_of(spans: Sequence[Span]) -> Group:
-            """A group; its set is that of `add` or of `add_block` if it is the same, so that both are held together."""
-            if len(spans) == 1:
-                return Group(spans, spans[0].slots, of_span[spans[0].key])
-            slots = sorted([slot for span in spans for slot in span.slots], key=lambda slot: positions[slot.name])
-            is_whole = len(spans) == len(layout.spans)
-            return Group(spans, slots, whole if is_whole else SlotSet([positions[slot.name] for slot in slots]))
-
-        self.all = [group_of(spans) for spans in _joined(layout.spans)]
-        self.places = {s.name: (group, i, s.size) for group in self.all for i, s in enumerate(group.slots)}
-        several = [sum(slot.size for slot in group.slots) for group in self.all if len(group.slots) > 1]
+    def __init__(self, layout: GradientLayout) -> None:
+        self.all = [Group(spans) for spans in _joined(layout.spans)]
+        self.places = {s.name: (group, i, s.size) for group in self.all for i, s in enumerate(group.span.slots)}
+        several = [sum(slot.size for slot in group.span.slots) for group in self.all if len(group.span.slots) > 1]
         self.most = max(JOINED, *several) if several else JOINED
 
 
@@ -93,7 +84,7 @@ class Noted:
                 yield group, row
                 row = None
             if row is None:
-                row = begun[group] = [None] * len(group.slots)
+                row = begun[group] = [None] * len(group.span.slots)
             row[column] = gradient
         yield from begun.items()
 

@@ -14,9 +14,10 @@ from gradengine.arguments import as_float, out_of_range, said
 from gradengine.arrays.device import device_of
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, CallerError, WindowError
-from gradengine.kernels import Contribution, FoldPass, SlotSet
+from gradengine.kernels import Contribution, FoldPass
 from gradengine.kernels.operands import ADDRESS
 from gradengine.layout import Slot
+from gradengine.layout.slots import Span
 
 Flags = npt.NDArray[np.bool_]
 _ONE: np.float32 = np.float32(1)
@@ -54,8 +55,8 @@ class Window:
         self.producers: set[ProducerStream] = set()  # the streams on which its gradients are produced
         self._is_even = True  # every contribution so far was to all slots
         self.is_coming = False  # a micro-batch is being added component by component
-        self._held: dict[SlotSet, list[tuple[Contribution, np.float32]]] = {}
-        self._holder: dict[int, SlotSet] = {}  # of a slot: the set that it is held in
+        self._held: dict[Span, list[tuple[Contribution, np.float32]]] = {}
+        self._holder: dict[int, Span] = {}  # of a slot: the set that it is held in
         self._addresses: set[int] = set()  # that are held
 
     @staticmethod
@@ -67,15 +68,15 @@ class Window:
         window._is_even = bool((window.counts == len(window.weights)).all())
         return window
 
-    def refuse_other_weight(self, slot_set: SlotSet, weight: np.float32, where: str) -> None:
+    def refuse_other_weight(self, span: Span, weight: np.float32) -> None:
         """Raise `WindowError` if these slots' micro-batch was begun with another weight."""
         if self._is_even:
             return  # it begins with these
-        counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[slot_set.where]).tolist()
+        counts = [len(self.weights) - 1] if self.is_coming else np.unique(self.counts[span.where]).tolist()
         for micro_batch in counts:
             if micro_batch < len(self.weights) and self.weights[micro_batch] != weight:
                 raise WindowError(
-                    f"{where} of micro-batch {micro_batch} has another weight than its other parts",
+                    f"{span.called} of micro-batch {micro_batch} has another weight than its other parts",
                     got=float(weight),
                     expected=float(self.weights[micro_batch]),
                 )
@@ -94,9 +95,9 @@ class Window:
                     do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
                 )
 
-    def refuse_moved(self, slot_set: SlotSet, slots: Sequence[Slot]) -> None:
+    def refuse_moved(self, span: Span, slots: Sequence[Slot]) -> None:
         """Raise `BufferRefused` if a held gradient is at another address than when it was added, or was freed."""
-        for contribution in [contribution for held in self.held_with(slot_set) for contribution, _ in self._held[held]]:
+        for contribution in [contribution for held in self.held_with(span) for contribution, _ in self._held[held]]:
             check = contribution.address_check
             moved = check.moved(np.flatnonzero(contribution.present).tolist()) if check else None
             if moved is not None:
@@ -167,17 +168,17 @@ class Window:
         """Whether all slots have the same number of micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
-    def held_with(self, slot_set: SlotSet) -> list[SlotSet]:
+    def held_with(self, span: Span) -> list[Span]:
         """The held sets that share a slot with this set."""
         if not self._held:
             return []
-        if slot_set in self._held:
-            return [slot_set]
-        return list(dict.fromkeys(self._holder[p] for p in slot_set.positions if p in self._holder))
+        if span in self._held:
+            return [span]
+        return list(dict.fromkeys(self._holder[p] for p in span.positions if p in self._holder))
 
-    def depth(self, slot_set: SlotSet) -> int:
+    def depth(self, span: Span) -> int:
         """How many contributions are held for these slots together."""
-        return len(self._held.get(slot_set, ()))
+        return len(self._held.get(span, ()))
 
     def hold(self, contribution: Contribution, weight: np.float32) -> None:
         """Keep a contribution by reference; no other set with one of its slots may be held."""
@@ -186,11 +187,11 @@ class Window:
             self._holder.update(dict.fromkeys(contribution.slots.positions, contribution.slots))
             self._addresses.update(filter(None, _untagged(contribution)))  # 0: nothing came, or it is empty
 
-    def held_passes(self, slot_set: SlotSet) -> list[FoldPass]:
+    def held_passes(self, span: Span) -> list[FoldPass]:
         """Fold passes of all that is held for these slots, and for others in the same sets: one for each set."""
         return [
             FoldPass(held, ~self.filled[held.where], *zip(*self._held[held], strict=True))
-            for held in self.held_with(slot_set)
+            for held in self.held_with(span)
         ]
 
     def folded(self, fold: FoldPass, *, measured: bool = False) -> None:

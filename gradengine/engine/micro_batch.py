@@ -242,7 +242,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
 
     def _send_group(self, group: Group, gradients: Sequence[object]) -> None:
         if self._sends:
-            added = {s.name for s, gradient in zip(group.slots, gradients, strict=True) if gradient is not None}
+            added = {s.name for s, gradient in zip(group.span.slots, gradients, strict=True) if gradient is not None}
             for span in group.spans:
                 self._send_complete(span, added)
 

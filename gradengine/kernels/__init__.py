@@ -27,7 +27,6 @@ from gradengine.kernels.operands import (
     Contribution,
     Destinations,
     FoldPass,
-    SlotSet,
     producers_of,
 )
 from gradengine.kernels.status import StepStatus
@@ -48,7 +47,6 @@ __all__ = [
     "Graph",
     "HostKernels",
     "Kernels",
-    "SlotSet",
     "StepStatus",
     "decide",
     "kernels_for",

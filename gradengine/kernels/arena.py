@@ -17,7 +17,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import LayoutMismatch
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
-from gradengine.kernels.operands import SlotSet
+from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
 
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
@@ -93,7 +93,7 @@ class Arena:
     targets: tuple[Buffer, ...]  # fp32, to be summed into; or, to be clipped, a caller's own of any dtype
     partials: PartialSums
     memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
-    prepared: WeakKeyDictionary[SlotSet, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
+    prepared: WeakKeyDictionary[Span, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
 
     def __post_init__(self) -> None:
         # A target is cut into chunks by the sizes of its partial sums: with other sizes part of it would be left out.
@@ -106,9 +106,9 @@ class Arena:
             )
 
     @cached_property
-    def whole(self) -> SlotSet:
+    def whole(self) -> Span:
         """The set of all targets."""
-        return SlotSet(range(len(self.targets)))
+        return Span.at(range(len(self.targets)))
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context in which work is ordered after all earlier and before all later work on this memory, on any stream.

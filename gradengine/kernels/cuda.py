@@ -21,13 +21,13 @@ from gradengine.kernels.operands import (
     OVERWRITE,
     Destinations,
     FoldPass,
-    SlotSet,
     producers_of,
     tagged,
 )
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
+from gradengine.layout.slots import Span
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
 _DECISIONS = 8  # plans of one set of sums that are remembered
@@ -71,9 +71,9 @@ class CudaKernels(Kernels):
         weakref.finalize(partials, order.end).atexit = False
         return partials
 
-    def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
+    def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
         """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
-        self._prepare(arena, slot_sets)
+        self._prepare(arena, spans)
         if plan is not None:
             memory = self.decision(arena, plan).memory
             memory.of_all = arena.targets, self._table_of_all(arena)
@@ -110,7 +110,7 @@ class CudaKernels(Kernels):
         partials = _of_device(arena)
         return partials.totals_of(partials.order.read(partials.values))
 
-    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
+    def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """See `Kernels.zero`; one launch, of K1 without a source."""
         table = self._table_of(arena, slots)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena))
@@ -237,17 +237,17 @@ class CudaKernels(Kernels):
 
     # ---- tables ----
 
-    def _table_of(self, arena: Arena, slots: SlotSet) -> Table:
+    def _table_of(self, arena: Arena, slots: Span) -> Table:
         """K1's table for these targets."""
         if slots not in arena.prepared:
             self._prepare(arena, [slots])
         table: Table = arena.prepared[slots]
         return table
 
-    def _prepare(self, arena: Arena, slot_sets: Sequence[SlotSet]) -> None:
+    def _prepare(self, arena: Arena, spans: Sequence[Span]) -> None:
         targets, first = arena.targets, arena.partials.first
-        sets = [[Entry(targets[p].pointer, targets[p].size, first[p]) for p in slots.positions] for slots in slot_sets]
-        arena.prepared.update(zip(slot_sets, self._launches.tables(sets, arena.partials.chunk), strict=True))
+        sets = [[Entry(targets[p].pointer, targets[p].size, first[p]) for p in slots.positions] for slots in spans]
+        arena.prepared.update(zip(spans, self._launches.tables(sets, arena.partials.chunk), strict=True))
 
     def _table_to_measure(self, arena: Arena, positions: Sequence[int] | None) -> Table:
         partials = _of_device(arena)

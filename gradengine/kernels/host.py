@@ -25,7 +25,8 @@ from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.loss_scale import DynamicLossScale, HostLossScale, LossScale
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass
+from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
@@ -75,7 +76,7 @@ class HostPartialSums(PartialSums):
 class _Prepared:
     """The operands of a fold into some targets and of their squared sums, in `pieces` as by `pieces_of`."""
 
-    def __init__(self, arena: Arena, slots: SlotSet) -> None:
+    def __init__(self, arena: Arena, slots: Span) -> None:
         self.chunks = arena.partials.chunks(slots.positions)
         self.pieces = [
             [_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces_of(self.chunks)
@@ -123,8 +124,8 @@ class HostKernels(Kernels):
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> HostPartialSums:
         return HostPartialSums(sizes, self.device.order())
 
-    def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
-        for slots in slot_sets:
+    def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
+        for slots in spans:
             _prepared(arena, slots)
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
@@ -135,7 +136,7 @@ class HostKernels(Kernels):
             return
         self._run(fold_piece, prepared.pieces, prepared.shared)
         if measure:
-            self.measure(arena, fold.slots.index[fold.present].tolist())
+            self.measure(arena, fold.slots.places[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         if positions is not None:
@@ -176,8 +177,8 @@ class HostKernels(Kernels):
     def totals(self, arena: Arena) -> Float64:
         return arena.partials.totals_of(arena.partials.values)
 
-    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
-        partials, positions = arena.partials, slots.index[chosen].tolist()
+    def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
+        partials, positions = arena.partials, slots.places[chosen].tolist()
         self.fill_zero([arena.targets[position] for position in positions])
         for position in positions:
             first = partials.first[position]
@@ -307,7 +308,7 @@ def _to_share(chunks: Iterable[Chunk], least: int) -> int:
     return sum(stop - start for _, _, start, stop in chunks if stop - start >= least)
 
 
-def _prepared(arena: Arena, slots: SlotSet) -> _Prepared:
+def _prepared(arena: Arena, slots: Span) -> _Prepared:
     """The prepared operands of some targets, made at the first call for them."""
     found: _Prepared | None = arena.prepared.get(slots)
     if found is None:
@@ -315,7 +316,7 @@ def _prepared(arena: Arena, slots: SlotSet) -> _Prepared:
     return found
 
 
-def _part(target: Buffer, slots: SlotSet, chunk: Chunk) -> _Part:
+def _part(target: Buffer, slots: Span, chunk: Chunk) -> _Part:
     position, _, start, stop = chunk
     cut = None if stop - start == target.size else slice(start, stop)
     return _Part(slots.column[position], target.data if cut is None else target.data[cut], cut)

@@ -17,8 +17,9 @@ from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.device import Device
 from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
-from gradengine.kernels.operands import Destinations, FoldPass, SlotSet
+from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.kernels.status import StatusReadback
+from gradengine.layout.slots import Span
 
 
 class Kernels(ABC):
@@ -46,7 +47,7 @@ class Kernels(ABC):
         """Room for the squared sums of targets of these sizes; see `arena`."""
 
     @abstractmethod
-    def prepare(self, arena: Arena, slot_sets: Sequence[SlotSet], plan: ClipPlan | None = None) -> None:
+    def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
         """Make now what later calls need for this arena, so that none of them allocates."""
 
     @abstractmethod
@@ -62,7 +63,7 @@ class Kernels(ABC):
         """Each target's squared sum, chunks added in order, on the host: on a GPU this waits."""
 
     @abstractmethod
-    def zero(self, arena: Arena, slots: SlotSet, chosen: npt.NDArray[np.bool_]) -> None:
+    def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """Write zeros to the chosen ones of these targets, and to their squared sums."""
 
     @abstractmethod

@@ -13,30 +13,12 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
+from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
 
 ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
 OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
-
-
-class SlotSet:
-    """Some of an arena's targets, in order; compared by identity, so that it is a fast key of caches."""
-
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = tuple(positions)
-        self.index: npt.NDArray[np.intp] = np.array(self.positions, np.intp)
-        first, count = next(iter(self.positions), 0), len(self.positions)
-        in_a_row = self.positions == tuple(range(first, first + count))
-        #: The same for NumPy: a slice where they stand in a row, so that what is taken by it is no copy.
-        self.where: slice | npt.NDArray[np.intp] = slice(first, first + count) if in_a_row else self.index
-        #: That each of them gets a gradient; never written to.
-        self.all_present: npt.NDArray[np.bool_] = np.ones(count, np.bool_)
-
-    @cached_property
-    def column(self) -> dict[int, int]:
-        """Target -> its index in this set."""
-        return {position: i for i, position in enumerate(self.positions)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +60,19 @@ def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]
 class Contribution:
     """One micro-batch's gradients for some targets."""
 
-    slots: SlotSet
+    slots: Span
     views: Sequence[Buffer | None]  # None for a target without a gradient
     producers: frozenset[ProducerStream] = frozenset()
     sources: Sequence[Any] = ()  # the arrays themselves, to be kept alive, where the views do not do that
     address_check: AddressCheck | None = None  # where they are held and may move meanwhile
 
     @staticmethod
-    def of(slots: SlotSet, views: Sequence[Buffer | None]) -> Contribution:
+    def of(slots: Span, views: Sequence[Buffer | None]) -> Contribution:
         """The contribution of checked views."""
         return Contribution(slots, views, producers_of(views))
 
     @staticmethod
-    def of_fp32(slots: SlotSet, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
+    def of_fp32(slots: Span, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
         """The contribution of flat host arrays, one for each target, which are used themselves."""
         found = Contribution(slots, ())
         found.fp32, found.given = arrays, slots.where
@@ -99,7 +81,7 @@ class Contribution:
 
     @staticmethod
     def at(
-        slots: SlotSet,
+        slots: Span,
         addresses: npt.NDArray[np.uint64],
         producers: frozenset[ProducerStream],
         sources: Sequence[Any],
@@ -127,7 +109,7 @@ class Contribution:
     @cached_property
     def given(self) -> slice | npt.NDArray[np.intp]:
         """The positions of the targets that get a gradient, as an index for NumPy."""
-        return self.slots.index[self.present] if None in self.views else self.slots.where
+        return self.slots.places[self.present] if None in self.views else self.slots.where
 
     @cached_property
     def fp32(self) -> list[npt.NDArray[np.float32]] | None:
@@ -150,7 +132,7 @@ class Destinations(dict[int, Buffer]):
 class FoldPass:
     """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation."""
 
-    slots: SlotSet
+    slots: Span
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
@@ -166,7 +148,7 @@ class FoldPass:
     @property
     def given(self) -> slice | npt.NDArray[np.intp]:
         """The positions of the targets that get a gradient from any, as an index for NumPy."""
-        return self.contributions[0].given if len(self.contributions) == 1 else self.slots.index[self.present]
+        return self.contributions[0].given if len(self.contributions) == 1 else self.slots.places[self.present]
 
     def addresses(self, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
         """The addresses of each launch of K1 that the pass takes: a row for each of `columns` micro-batches, flat."""

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from gradengine.arguments import said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
@@ -31,6 +34,7 @@ class Slot:
     block: int | None  # the index of its block
     partition: Partition = "replicated"  # over a tensor-parallel group
     order: Order | None = None  # of `shape`, if a torch parameter is not contiguous (channels_last, transposed)
+    position: int = 0  # among the layout's slots
 
     @cached_property
     def size(self) -> int:
@@ -43,26 +47,58 @@ class Slot:
         return self.offset + self.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Span:
-    """A range of the arena that is exchanged as one: a block (key: index) or a non-block component (key: name)."""
+    """Some components, in order, whose gradients are added in one pass; compared by identity, as a fast key of caches.
+
+    Each span of a layout is exchanged as one: a block (key: index), or a component outside the blocks (key: name).
+    """
 
     key: int | str
-    slots: tuple[Slot, ...]
-    start: int
-    stop: int
+    positions: tuple[int, ...]  # among the layout's slots, or the targets of an arena
+    slots: tuple[Slot, ...] = ()
+    start: int = 0  # elements of the arena, where the components are contiguous
+    stop: int = 0
+    called: str = ""  # its name in errors: "block 0", "component 'head'"
 
-    @property
-    def called(self) -> str:
-        """Its name in errors: "block 0", "component 'head'"."""
-        return f"block {self.key}" if isinstance(self.key, int) else f"component '{self.key}'"
+    @staticmethod
+    def of(slots: Iterable[Slot], called: str) -> Span:
+        """Return a span of any components, which is not exchanged as one."""
+        slots = tuple(slots)
+        return Span(called, tuple([slot.position for slot in slots]), slots, called=called)
+
+    @staticmethod
+    def at(positions: Iterable[int]) -> Span:
+        """Return a span of an arena's targets, where there is no layout."""
+        return Span("", tuple(positions))
+
+    @cached_property
+    def places(self) -> npt.NDArray[np.intp]:
+        """The positions, for NumPy."""
+        return np.array(self.positions, np.intp)
+
+    @cached_property
+    def where(self) -> slice | npt.NDArray[np.intp]:
+        """The positions as a slice where they stand in a row, so that what is taken by it is no copy."""
+        first, count = next(iter(self.positions), 0), len(self.positions)
+        return slice(first, first + count) if self.positions == tuple(range(first, first + count)) else self.places
+
+    @cached_property
+    def all_present(self) -> npt.NDArray[np.bool_]:
+        """Flags that each component gets a gradient; never written to."""
+        return np.ones(len(self.positions), np.bool_)
+
+    @cached_property
+    def column(self) -> dict[int, int]:
+        """Position -> its index in this span."""
+        return {position: i for i, position in enumerate(self.positions)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block(Span):
     """The components of one transformer layer, contiguous in the arena (padding included)."""
 
-    name: str
+    name: str = ""
 
     @property
     def index(self) -> int:
@@ -114,28 +150,31 @@ def refuse_other_order(name: str, order: Order | None, expected: Order | None) -
 
 def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
     """Aligned slots: blocks first, by their numbers, then the other components in the order given."""
-    members: dict[str, list[Row]] = {}
-    for row in rows:
+    members: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
         if row.block_name is not None:
-            members.setdefault(row.block_name, []).append(row)
+            members.setdefault(row.block_name, []).append(position)
     blocks, cursor = [], 0
     for index, name in enumerate(_numbered(members)):
-        slots, stop = _slots(members[name], cursor, index)
-        blocks.append(Block(index, slots, cursor, stop, name))
+        slots, stop = _slots(rows, members[name], cursor, index)
+        blocks.append(Block(index, tuple(members[name]), slots, cursor, stop, f"block {index}", name))
         cursor = stop
     non_block = []
-    for row in rows:
+    for position, row in enumerate(rows):
         if row.block_name is None:
-            slots, stop = _slots([row], cursor, None)
-            non_block.append(Span(row.name, slots, cursor, stop))
+            slots, stop = _slots(rows, [position], cursor, None)
+            non_block.append(Span(row.name, (position,), slots, cursor, stop, f"component '{row.name}'"))
             cursor = stop
     return tuple(blocks), tuple(non_block)
 
 
-def _slots(rows: Sequence[Row], start: int, block: int | None) -> tuple[tuple[Slot, ...], int]:
+def _slots(
+    rows: Sequence[Row], positions: Iterable[int], start: int, block: int | None
+) -> tuple[tuple[Slot, ...], int]:
     slots = []
-    for row in rows:
-        slots.append(Slot(row.name, row.shape, start, block, row.partition, row.order))
+    for position in positions:
+        row = rows[position]
+        slots.append(Slot(row.name, row.shape, start, block, row.partition, row.order, position))
         start = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
     return tuple(slots), start
 

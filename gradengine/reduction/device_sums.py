@@ -21,7 +21,7 @@ from gradengine.errors import PeerLost
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
-from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass, SlotSet
+from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass
 from gradengine.kernels.decision import Scalar
 from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
@@ -161,8 +161,8 @@ class DeviceSums:
         self._parts = device.allocate(self._ranks * width)
         memory = accumulator.memory
         self._owned = self._kernels.arena([memory.part(share.start, share.stop) for share in mine])
-        slot_sets = {share.number: SlotSet([position]) for position, share in enumerate(mine)}
-        self._kernels.prepare(self._owned, [*slot_sets.values()])
+        spans = {share.number: Span.at([position]) for position, share in enumerate(mine)}
+        self._kernels.prepare(self._owned, [*spans.values()])
         self._spare = device.allocate(1 + self._ranks)
         arena, parts, spare = (
             self._calls.tensor(device.array(each, (each.size,))) for each in (memory, self._parts, self._spare)
@@ -179,12 +179,12 @@ class DeviceSums:
             self._rounds[group[0].number] = _Round(
                 parts=[theirs.get(r, nothing) for r in ranks],
                 rows=rows,
-                fold=None if own is None else self._fold(slot_sets[own.number], starts, own.size),
+                fold=None if own is None else self._fold(spans[own.number], starts, own.size),
                 own=[nothing if r == rank else mine for r in ranks],
                 sums=[nowhere[r] if r == rank else theirs.get(r, nowhere[r]) for r in ranks],
             )
 
-    def _fold(self, slots: SlotSet, starts: Sequence[int], size: int) -> FoldPass:
+    def _fold(self, slots: Span, starts: Sequence[int], size: int) -> FoldPass:
         rows: list[list[Buffer | None]] = [[self._parts.part(start, start + size)] for start in starts]
         contributions = [Contribution.of(slots, row) for row in rows]
         return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows))
