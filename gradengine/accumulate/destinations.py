@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from gradengine.accumulate.gradients import Gradients, in_slot_order, matched_views
+from gradengine.accumulate.gradients import matched_views
 from gradengine.arrays.buffer import Buffer, refuse_overlapping_destinations
 from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.host import without_owner
@@ -27,9 +27,8 @@ class KnownDestinations:
         self._slots, self._device, self._arena = slots, device, arena
         self._known: list[tuple[KnownArrays, Destinations, frozenset[ProducerStream]]] = []
 
-    def of(self, out: Gradients) -> Destinations:
-        """The destination of each component, by position, checked before anything is written to any."""
-        sources = in_slot_order(self._slots, out, "out")
+    def of(self, sources: Sequence[Any]) -> Destinations:
+        """Return the destinations of arrays in slot order, checked before anything is written to any."""
         for arrays, destinations, producers in self._known:
             if arrays.are(sources):
                 self._device.wait_for(producers)
@@ -50,10 +49,10 @@ class KnownDestinations:
 
 
 def destinations_of(
-    slots: Sequence[Slot], device: Device, arena: Buffer, out: Gradients, where: str = "out", prefix: str = ""
+    slots: Sequence[Slot], device: Device, arena: Buffer, sources: Sequence[Any], where: str = "out"
 ) -> Destinations:
     """Where each component is handed back to, by position, checked before anything is written there."""
-    views = matched_views(slots, in_slot_order(slots, out, where, prefix), device.writable_views)
+    views = matched_views(slots, sources, device.writable_views)
     found = Destinations({position: view for position, view in enumerate(views) if view is not None})
     if not found:
         raise LayoutMismatch(f"{where} has no destination", got=f"{len(slots)} times None", expected="at least one")
@@ -61,9 +60,8 @@ def destinations_of(
     return found
 
 
-def handed_back(slots: Sequence[Slot], out: Gradients) -> Mapping[str, Any]:
+def handed_back(slots: Sequence[Slot], sources: Sequence[Any]) -> Mapping[str, Any]:
     """Name -> the caller's own destination that was written; its framework is told of the change."""
-    arrays = zip(slots, in_slot_order(slots, out, "out"), strict=True)
-    written = {slot.name: array for slot, array in arrays if array is not None}
+    written = {slot.name: array for slot, array in zip(slots, sources, strict=True) if array is not None}
     note_written(written.values())
     return written

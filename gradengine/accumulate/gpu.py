@@ -8,7 +8,7 @@ import numpy as np
 
 from gradengine.accumulate.accumulator import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import destinations_of
-from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, kernels_for
 from gradengine.layout import GradientLayout, Slot, refuse_no_layout
@@ -91,7 +91,8 @@ class GpuGradientAccumulator(PerBlockGradientAccumulator):
         self._copy(span.slots, [destination], span.called)
 
     def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
-        destinations = destinations_of(slots, self.kernels.device, self.memory, workspace, where, prefix)
+        ordered = in_slot_order(slots, workspace, where, prefix)
+        destinations = destinations_of(slots, self.kernels.device, self.memory, ordered, where)
         wanted = [slots[position] for position in destinations]
         self.flush(wanted)  # and be behind all that was queued, whatever the stream
         with self.arena.in_order():

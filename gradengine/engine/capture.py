@@ -135,12 +135,11 @@ class CapturedWindow(Fixed):
         """Note the arrays of an `add` that was recorded."""
         self._arrays.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
 
-    def closed(self, result: StepResult, out: Gradients | None, destinations: Destinations | None) -> None:
+    def closed(self, result: StepResult, out: Sequence[Any] | None, destinations: Destinations | None) -> None:
         """Note the result and destinations of the step that was recorded."""
         self._result, self._producers = result, self._accumulator.producers
         if out is not None and destinations is not None:
-            slots = self._accumulator.layout.slots
-            self._arrays.append(_located(slots, in_slot_order(slots, out, "the window")))
+            self._arrays.append(_located(self._accumulator.layout.slots, out))
             self._producers |= producers_of(destinations.values())
 
     def recorded(self, graph: Graph) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, SupportsFloat, TypeVar, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
-from gradengine.accumulate.gradients import Gradients
+from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import Call, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing, weight_as_float
 from gradengine.arguments import truth_value
@@ -335,7 +335,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             what = "a deferred step hands nothing back, and leaves one factor"
             raise CallerError(what, expected="out=None, and groups=None")
         self._ask(Call.STEP)
-        destinations = None if out is None else self.accumulator.destinations.of(out)
+        arrays = None if out is None else in_slot_order(self.layout.slots, out, "out")
+        destinations = None if arrays is None else self.accumulator.destinations.of(arrays)
         self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             if self._state.now is State.AGREED:
@@ -354,12 +355,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if not deferred:
             with accumulator.changing(State.BROKEN) if destinations is None else arena.in_order():
                 self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
-        arrays = accumulator.by_name if out is None else handed_back(self.layout.slots, out)
+        handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
         names, changes = self._group_names, self._state.changes
-        result = StepResult(decided.step, deferred, decided, arrays, accumulator, changes, names, self._late)
+        result = StepResult(decided.step, deferred, decided, handed, accumulator, changes, names, self._late)
         producers = accumulator.producers
         if self._captures:
-            self._captures[0].window.closed(result, out, destinations)
+            self._captures[0].window.closed(result, arrays, destinations)
             accumulator.drop_window()
             self._state.now = State.CAPTURED
             return result

@@ -112,7 +112,7 @@ def shared_memory(data: bytes) -> None:
 
 def _over_a_link(data: bytes, kind: type[SocketLink]) -> None:
     with _said(data) as ours:
-        link = kind(0, {1: [ours]})
+        link = kind(0, {1: ours})
         memory = np.zeros(64, np.uint8)
         for tag in (0, 1, 6):
             link.receive(1, tag, memory[8 * tag : 8 * tag + 8])
