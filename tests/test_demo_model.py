@@ -10,7 +10,6 @@ import pytest
 from gradengine.demo.model import (
     COMPONENTS,
     LlamaConfig,
-    block_weights,
     forward_backward,
     initial_weights,
     stream_gradients,
@@ -105,7 +104,7 @@ def torch_loss(torch, weights, tokens, config):
 
     x = functional.embedding(inputs, weights["embedding"])
     for index in range(config.num_blocks):
-        w = block_weights(weights, index)
+        w = {component: weights[f"blocks.{index}.{component}"] for component in COMPONENTS}
         normed = norm(x, w["input_norm"])
         groups = config.num_heads // config.num_kv_heads
         keys = rope(heads(normed, w["w_k"])).repeat_interleave(groups, dim=1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transports import SOON
 
 from gradengine.demo import model
-from gradengine.demo.model import LlamaConfig, forward, forward_backward, initial_weights
+from gradengine.demo.model import LlamaConfig, forward_backward
 from gradengine.demo.settings import Settings
-from gradengine.demo.shards import cut, replicated_part, run_threads, tensor_parallel_group, united
+from gradengine.demo.shards import cut, run_threads, tensor_parallel_group, united
 from gradengine.demo.worker import layout_of
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
@@ -93,13 +93,6 @@ def test_what_is_cut_and_united_is_the_same_and_computes_the_same(tp_size, kv, g
         assert apart(gradient, expected[name]) <= (10 * TOLERANCE if tp_size > 1 else 0), name
 
 
-def test_norms_embedding_and_lm_head_are_on_every_shard():
-    part = replicated_part(in_shards(2), cut(in_shards(2), initial_weights(MODEL, 0), 1))
-    norms = [f"blocks.{block}.{norm}" for block in range(2) for norm in ("input_norm", "post_attn_norm")]
-    assert sorted(part) == sorted([*norms, "lm_head", "final_norm", "embedding"])
-    assert {name: w.shape for name, w in part.items()} == {name: MODEL.weight_shapes[name] for name in part}
-
-
 def test_a_model_that_cannot_be_cut_is_refused_with_both_numbers():
     for tp_size, numbers in ((3, "8 / 3"), (8, "4 / 8")):
         with pytest.raises(CallerError, match=numbers):
@@ -123,35 +116,33 @@ class Recording:
 
 
 def shard_results(config, tp_size, left_out=None):
-    """Each rank's logits, loss, gradients, and the recorded all-reduces of its forward and backward."""
+    """Each rank's loss, gradients, and the recorded all-reduces of its forward and backward."""
 
     def work(tp):
         mine, recording = cut(in_shards(tp_size, config), weights, tp.tp_rank), Recording(tp.all_reduce, left_out)
-        logits = forward(mine, tokens[:, :-1], config, tp.all_reduce)[0]
         _, stream = model.stream_gradients(mine, tokens, config, recording)
         counts = [len(recording.calls), *(len(recording.calls) for _ in stream)]
         recording.calls.clear()
-        return logits, *forward_backward(mine, tokens, config, recording), recording.calls, counts
+        return *forward_backward(mine, tokens, config, recording), recording.calls, counts
 
     weights, tokens = rough_weights(config), tokens_of(config)
     return on_group(work, tp_size)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_logits_loss_and_gradients_are_the_whole_models_and_equal_on_all_ranks(tp_size):
+def test_loss_and_gradients_are_the_whole_models_and_equal_on_all_ranks(tp_size):
     weights, tokens = rough_weights(MODEL), tokens_of(MODEL)
     value, gradients = forward_backward(weights, tokens, MODEL)
     results = shard_results(MODEL, tp_size)
-    assert apart(results[0][0], forward(weights, tokens[:, :-1], MODEL)[0]) <= TOLERANCE
-    assert results[0][1] == pytest.approx(value, rel=TOLERANCE)
-    assert len({(logits.tobytes(), loss) for logits, loss, *_ in results}) == 1
-    found = united(in_shards(tp_size), [each[2] for each in results])
+    assert results[0][0] == pytest.approx(value, rel=TOLERANCE)
+    assert len({loss for loss, *_ in results}) == 1
+    found = united(in_shards(tp_size), [each[1] for each in results])
     assert all(apart(found[name], gradient) <= TOLERANCE for name, gradient in gradients.items())
     for name in REPLICATED:
-        assert len({each[2][name].tobytes() for each in results}) == 1, name
+        assert len({each[1][name].tobytes() for each in results}) == 1, name
     for *_, counts in results:
         assert counts == [4, 4, 4, 6, 8, 8]  # forward of both blocks; lm_head, final_norm, block 1, block 0, embedding
-    for calls in zip(*(each[3] for each in results), strict=True):
+    for calls in zip(*(each[2] for each in results), strict=True):
         partials, totals = zip(*calls, strict=True)
         assert len({total.tobytes() for total in totals}) == 1
         assert np.array_equal(totals[0], functools.reduce(np.add, partials))
@@ -170,7 +161,7 @@ def test_logits_loss_and_gradients_are_the_whole_models_and_equal_on_all_ranks(t
 def test_a_missing_all_reduce_is_noticed(left_out, wrong):
     config = dataclasses.replace(MODEL, num_blocks=1)
     gradients = forward_backward(rough_weights(config), tokens_of(config), config)[1]
-    found = united(in_shards(2, config), [each[2] for each in shard_results(config, 2, left_out)])
+    found = united(in_shards(2, config), [each[1] for each in shard_results(config, 2, left_out)])
     assert {name for name in gradients if apart(found[name], gradients[name]) > MISSING} >= wrong
 
 

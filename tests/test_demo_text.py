@@ -56,14 +56,14 @@ def test_what_cannot_be_read_or_is_too_short_says_what_to_do(tmp_path, monkeypat
     short, enough = tmp_path / "short", tmp_path / "enough"
     short.write_bytes(bytes(demo_text.MIN_TEXT_BYTES - 1))
     enough.write_bytes(bytes(10_000))
-    texts = read_texts(enough, 999)
+    texts = read_texts(enough, 500)
     assert (len(texts.train), len(texts.held_out), texts.source) == (9000, 1000, str(enough))
     for path, length, named in (
         (None, 64, "got 0 bytes"),
         (tmp_path / "absent", 64, "No such file"),
         (tmp_path, 64, "Is a directory"),
         (short, 64, "got 9999 bytes"),
-        (enough, 1000, "--sequence-length=1000"),
+        (enough, 501, "expected at least 10020"),
     ):
         with pytest.raises(CallerError, match=rf"{named}.*pass --text FILE"):
             read_texts(path, length)

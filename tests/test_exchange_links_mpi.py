@@ -90,7 +90,7 @@ def digests(output):
 
 
 def test_a_proof_of_the_demo_s_that_fails_fails_the_job(tmp_path):
-    options = ["--steps", "4", "--learning-rate", "1e-30", "--plot", tmp_path / "loss.png"]
+    options = ["--steps", "4", "--learning-rate", "1e-9", "--plot", tmp_path / "loss.png"]
     status, output, error = mpiexec(2, "-m", "gradengine", *DEMO.split(), *SMALL, *options)
     assert status == 1, output + error
     assert "NO" in output

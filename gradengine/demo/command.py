@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 import time
@@ -31,7 +30,6 @@ from gradengine.exchange.environment import read_world
 
 __all__ = ["demo"]
 
-_LAST_PORT = 65535
 _PLOT = Path("out/demo-loss.png")
 _OPTIONS = {
     "hidden_size": "--hidden-size", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "tp_size": "--tp",
@@ -39,37 +37,21 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-def _above_zero(value: float) -> float:
-    """The value, if it is finite and above 0: at rate 0 no weight would move, and nothing could be proved."""
-    if not 0.0 < value < math.inf:
-        raise typer.BadParameter(f"{value} is not a finite number above 0.")
-    return value
-
-
 def demo(
     workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=64, help="Data-parallel workers, each of --tp ranks; by default 2, or as many as were launched."
-        ),
+        int | None, typer.Option(min=1, max=64, help="Data-parallel workers; by default 2, or the ranks launched.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
     transport: Annotated[
         Transport | None,
-        typer.Option(
-            help="local: threads of one process; launcher, mpi: as one of the ranks that torchrun, srun or mpiexec "
-            "started, over sockets or MPI; by default tcp."
-        ),
+        typer.Option(help="launcher, mpi: as a rank that torchrun, srun or mpiexec started; by default tcp."),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=_LAST_PORT, help="Rank 0's port on 127.0.0.1; 0: any free one.")] = 0,
     text: Annotated[Path | None, typer.Option(help="File to learn; by default Python's standard library.")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help=f"File to draw the losses to; its folder is made. By default {_PLOT}, if matplotlib is installed."
-        ),
+        typer.Option(help=f"File to draw the losses to. By default {_PLOT}, if matplotlib is installed."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
     sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
@@ -77,7 +59,7 @@ def demo(
     heads: Annotated[int, typer.Option(min=1, help="The model's heads, a divisor of the hidden size.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="The model's key-value heads, a divisor of the heads.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
-    learning_rate: Annotated[float, typer.Option(callback=_above_zero, help="Rate after warm-up; above 0.")] = 6e-3,
+    learning_rate: Annotated[float, typer.Option(min=1e-9, max=1, help="Rate after warm-up.")] = 6e-3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first weights and the micro-batches.")] = 0,
     compared_steps: Annotated[int, typer.Option(min=1, help="Steps to repeat in one process for proof 3.")] = 20,
 ) -> None:
@@ -91,13 +73,12 @@ def demo(
             blocks, hidden_size, heads, kv_heads, sequence_length=sequence_length,
             intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
         )  # fmt: skip
-        _refuse_uncut(model, tp)
+        model.sharded(0, tp)
     settings = Settings(
-        workers or 2, tp, micro_batches, steps, batch_size, learning_rate, seed=seed, port=port,
+        workers or 2, tp, micro_batches, steps, batch_size, learning_rate, seed=seed,
         transport=transport or _default_transport(), compared_steps=min(compared_steps, steps), model=model,
     )  # fmt: skip
-    _refuse_ports_beyond_last(settings)
-    if settings.transport.joins_launched:
+    if settings.transport is not Transport.TCP:
         proofs = _run_launched(settings, workers, text, plot)
     else:
         proofs = _run(settings, read_texts(text, sequence_length), plot)
@@ -119,29 +100,6 @@ def _default_transport() -> Transport:
     return Transport.TCP
 
 
-def _refuse_uncut(model: LlamaConfig, tp: int) -> None:
-    """Raise `CallerError` if the model cannot be cut into so many shards; it says which options to change."""
-    try:
-        model.sharded(0, tp)
-    except CallerError as fault:
-        do = f"pass --heads and --kv-heads that {tp} divides, or another --tp"
-        if model.num_heads % tp == model.num_kv_heads % tp == 0:
-            do = "pass another --hidden-size, of which this is 8/3, rounded up to a multiple of 32; or another --tp"
-        raise CallerError(fault.what, got=fault.got, expected=fault.expected, do=do) from None
-
-
-def _refuse_ports_beyond_last(settings: Settings) -> None:
-    """Raise `CallerError` if --port leaves too few ports: shards have consecutive ones."""
-    port, shards = settings.port, settings.tensor_parallel
-    if settings.transport is Transport.TCP and port and port + shards - 1 > _LAST_PORT:
-        raise CallerError(
-            f"--port={port} leaves too few ports for {counted(shards, 'shard')}",
-            got=f"ports {port} to {port + shards - 1}",
-            expected=f"at most {_LAST_PORT}",
-            do=f"pass --port {_LAST_PORT + 1 - shards} or less, or 0 for any free ones",
-        )
-
-
 def _run_launched(settings: Settings, workers: int | None, text: Path | None, plot: Path | None) -> list[Proof]:
     """Run as one of the ranks that were launched; rank 0 prints, and returns the proofs, the others return none."""
     if settings.tensor_parallel > 1:
@@ -150,8 +108,7 @@ def _run_launched(settings: Settings, workers: int | None, text: Path | None, pl
     begin_anew()
     with join_launched(settings.transport) as exchange:  # before what may fail: MPI waits for who ends without it
         if workers not in {None, exchange.world_size}:
-            do = "leave --workers out"
-            what = "--workers is not the number of launched ranks"
+            what, do = "--workers is not the number of launched ranks", "leave --workers out"
             raise CallerError(what, got=workers, expected=exchange.world_size, do=do)
         settings = replace(settings, workers=exchange.world_size)
         texts = read_texts(text, settings.model.sequence_length)
@@ -195,8 +152,6 @@ def _show(proofs: Sequence[Proof]) -> None:
         verdict = Text("yes", "green") if proof.holds else Text("NO", "bold red")
         table.add_row(proof.name, proof.claim, Text.assemble(proof.measured, "\n", (proof.required, "dim")), verdict)
     console.print(table)
-    for remark in (proof.remark for proof in proofs if proof.remark):
-        console.print(remark, style="dim", soft_wrap=False)
 
 
 def _plotter(path: Path | None) -> Callable[[Record, float], str]:

@@ -22,7 +22,7 @@ from gradengine.errors import CallerError
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __all__ = [
-    "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward", "forward_backward",
+    "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward_backward",
     "initial_weights", "stream_gradients",
 ]  # fmt: skip
 
@@ -89,28 +89,22 @@ def block_names(index: int) -> list[str]:
     return [f"blocks.{index}.{component}" for component in COMPONENTS]
 
 
-def block_weights(weights: Mapping[str, Array], index: int) -> Weights:
-    """The nine weights of block `index`, by component."""
-    return {component: weights[f"blocks.{index}.{component}"] for component in COMPONENTS}
-
-
 def initial_weights(config: LlamaConfig, seed: int) -> Weights:
     """Draw fp32 weights: norms are 1, matrices normal, variance 1 / inputs; those that write the residual smaller."""
     generator = np.random.default_rng(seed)
-    drawn = {name: generator.standard_normal(shape, np.float32) for name, shape in config.weight_shapes.items()}
-    return {name: _scaled(name, values, config) for name, values in drawn.items()}
+    return {
+        name: generator.standard_normal(shape, np.float32) * np.float32(_deviation(name, shape, config))
+        if len(shape) > 1 else np.ones(shape, np.float32)
+        for name, shape in config.weight_shapes.items()
+    }  # fmt: skip
 
 
-def _scaled(name: str, values: Array, config: LlamaConfig) -> Array:
-    """Give standard normal values the deviation that suits their place."""
-    if values.ndim == 1:
-        return np.ones_like(values)
-    if name == "embedding":
-        return values * np.float32(0.5)
-    if name == "lm_head":
-        return values * np.float32(0.5 / config.hidden_size)  # logits near 0: training starts at ln V, not above
+def _deviation(name: str, shape: tuple[int, ...], config: LlamaConfig) -> float:
+    """Return the deviation that suits a matrix's place."""
+    if name in {"embedding", "lm_head"}:  # logits near 0: training starts at ln V, not above
+        return 0.5 if name == "embedding" else 0.5 / config.hidden_size
     writes = 2 * config.num_blocks if name.endswith(("w_o", "down")) else 1  # all writes to the residual add up to 1
-    return values * np.float32((values.shape[0] * writes) ** -0.5)
+    return float((shape[0] * writes) ** -0.5)
 
 
 def alone(partial: Array) -> Array:
@@ -258,25 +252,26 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
     return float((np.log(total[:, 0]) - shifted[rows, targets]).mean()), gradient
 
 
-def forward(
+def stream_gradients(
     weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
-) -> tuple[Array, Callable[[Array], GradientStream]]:
-    """Predict the byte after each byte: return the logits (N, V), and their backward.
+) -> tuple[float, GradientStream]:
+    """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte, and the backward yet to run.
 
-    Tokens (B, T) are integers below `config.vocab_size`. `all_reduce` adds up the partial sums of all shards: twice in
-    each block here, and twice in its backward. The backward yields gradients as it finishes them, so that an exchange
-    can start while it still runs: ("lm_head", g), ("final_norm", g), (last block, the nine), ..., (0, the nine),
-    ("embedding", g). The weights must not change until its end.
+    Tokens are integers below `config.vocab_size`. Each but the first of a row is a target. `all_reduce` adds up the
+    partial sums of all shards: twice in each block here, and twice in its backward. The backward yields gradients as it
+    finishes them, so that an exchange can start while it still runs: ("lm_head", g), ("final_norm", g),
+    (last block, the nine), ..., (0, the nine), ("embedding", g). The weights must not change until its end.
     """
-    rows = tokens.reshape(-1)
-    context = make_context(config, tokens.shape[1], weights["embedding"].dtype, all_reduce)
+    rows, targets = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
+    context = make_context(config, tokens.shape[1] - 1, weights["embedding"].dtype, all_reduce)
     x, backwards = weights["embedding"][rows], []
     for index in range(config.num_blocks):
-        x, block_backward = block(x, block_weights(weights, index), context)
+        x, block_backward = block(x, {each: weights[f"blocks.{index}.{each}"] for each in COMPONENTS}, context)
         backwards.append(block_backward)
     normed, norm_backward = rms_norm(x, weights["final_norm"], config.norm_epsilon)
+    value, logits_gradient = cross_entropy(normed @ weights["lm_head"].T, targets)
 
-    def backward(logits_gradient: Array) -> GradientStream:
+    def backward() -> GradientStream:
         yield "lm_head", logits_gradient.T @ normed
         gradient, final_norm = norm_backward(logits_gradient @ weights["lm_head"])
         yield "final_norm", final_norm
@@ -286,19 +281,7 @@ def forward(
         one_hot = (np.arange(len(weights["embedding"]))[:, None] == rows).astype(gradient.dtype)
         yield "embedding", one_hot @ gradient
 
-    return normed @ weights["lm_head"].T, backward
-
-
-def stream_gradients(
-    weights: Mapping[str, Array], tokens: Array, config: LlamaConfig, all_reduce: AllReduce = alone
-) -> tuple[float, GradientStream]:
-    """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte, and the backward yet to run.
-
-    Each byte but the first of a row is a target.
-    """
-    logits, backward = forward(weights, tokens[:, :-1], config, all_reduce)
-    value, logits_gradient = cross_entropy(logits, tokens[:, 1:].reshape(-1))
-    return value, backward(logits_gradient)
+    return value, backward()
 
 
 def forward_backward(

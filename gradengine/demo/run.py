@@ -6,16 +6,16 @@ import os
 import secrets
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gradengine.console.processes import Job, ProcessPool
-from gradengine.demo.settings import Settings, Transport, counted
+from gradengine.console.processes import ProcessPool
+from gradengine.demo.model import Weights
+from gradengine.demo.settings import Settings, counted
 from gradengine.demo.text import Texts
-from gradengine.demo.worker import Finished, Listening, Step, replay, train_as_threads, train_at, train_launched
+from gradengine.demo.worker import Finished, Listening, Step, replay, train_at, train_launched
 from gradengine.exchange import Exchange
 
 __all__ = ["Record", "Say", "begin_anew", "replay_all", "train"]
@@ -81,58 +81,42 @@ def train(settings: Settings, texts: Texts, say: Say, exchange: Exchange | None 
 
 
 def _train_started(settings: Settings, texts: Texts, say: Say, note: Callable[[object], None]) -> None:
-    """Train on workers that are processes of a pool, or threads of one."""
-    is_local = settings.transport is Transport.LOCAL
-    names = ["all ranks"] if is_local else [f"rank {rank}" for rank in range(settings.workers)]
-    with tempfile.TemporaryDirectory(prefix="gradengine-") as folder, ProcessPool(environment=ENVIRONMENT) as pool:
-        first, *others = [pool.start(name) for name in names]
-        say("workers", ", ".join(f"{worker.name}: process {worker.process.pid}" for worker in (first, *others)))
-        token, urls = secrets.token_hex(), _urls(settings, folder)
-        as_rank_0 = partial(train_at, settings, texts, 0, urls, token)
-        pool.give(first, partial(train_as_threads, settings, texts) if is_local else as_rank_0)
+    """Train on workers that are processes of a pool."""
+    with ProcessPool(environment=ENVIRONMENT) as pool:
+        workers = [pool.start(f"rank {rank}") for rank in range(settings.workers)]
+        say("workers", ", ".join(f"{worker.name}: process {worker.process.pid}" for worker in workers))
+        token, urls = secrets.token_hex(), ["tcp://127.0.0.1:0"] * settings.tensor_parallel
+        pool.give(workers[0], partial(train_at, settings, texts, 0, urls, token))
         for report in pool.reports():
             if isinstance(report, Listening):
                 say("", "over " + ", ".join(report.urls))
-                for rank, worker in enumerate(others, 1):
+                for rank, worker in enumerate(workers[1:], 1):
                     pool.give(worker, partial(train_at, settings, texts, rank, report.urls, token))
             else:
                 note(report)
 
 
-def _urls(settings: Settings, folder: str) -> list[str]:
-    """The URLs at which rank 0 listens for each shard; with --port at consecutive ports."""
-    shards = range(settings.tensor_parallel)
-    if settings.transport is Transport.UNIX:
-        return [f"unix://{folder}/exchange-{tp_rank}" for tp_rank in shards]
-    return [f"tcp://127.0.0.1:{settings.port and settings.port + tp_rank}" for tp_rank in shards]
-
-
 def _note(record: Record, say: Say, report: object) -> None:
     if isinstance(report, Step):
         record.steps.append(report)
-        _say_step(record.settings, report, say)
+        if report.number == 1:
+            say("\n   step ", "  loss    norm  wait ms")
+        if report.number % max(1, record.settings.steps // _ROWS) == 0:
+            say(f"{report.number:>7}", f"{report.loss:>6.3f} {report.norm:>7.2f} {1e3 * report.exchange_seconds:>8.1f}")
     elif isinstance(report, Finished):
         record.ends[report.rank] = report
 
 
-def _say_step(settings: Settings, step: Step, say: Say) -> None:
-    if step.number == 1:
-        say("\n   step ", "  loss    norm  wait ms")
-    if step.number % max(1, settings.steps // _ROWS) == 0:
-        say(f"{step.number:>7}", f"{step.loss:>6.3f} {step.norm:>7.2f} {1e3 * step.exchange_seconds:>8.1f}")
-
-
-def replay_all(settings: Settings, texts: Texts) -> dict[str, tuple[Step, Finished]]:
+def replay_all(settings: Settings, texts: Texts) -> dict[str, Weights]:
     """Repeat the beginning of a run, each way in a process of its own; raises as `train`.
 
     Returns:
-        The first step and the end of "one" process with all micro-batches in order and the model in one piece;
-        "reversed", the same in reverse order; and "ranks", one process that adds as the workers and their shards did.
+        The weights at the end of "one" process with all micro-batches in order and the model in one piece; and of
+        "ranks", one process that adds as the workers and their shards did.
     """
     ranks = replace(settings, is_replay=True)
     one = replace(ranks, workers=1, micro_batches=settings.micro_batches_in_all, tensor_parallel=1)
-    ways = {"one": one, "reversed": replace(one, backwards=True), "ranks": ranks}
-    jobs: dict[str, Job] = {f"the replay {name!r}": partial(replay, name, way, texts) for name, way in ways.items()}
+    jobs = {f"the replay {name!r}": partial(replay, name, way, texts) for name, way in (("one", one), ("ranks", ranks))}
     with ProcessPool(environment=ENVIRONMENT) as pool:
         for worker, job in [(pool.start(name), job) for name, job in jobs.items()]:
             pool.give(worker, job)

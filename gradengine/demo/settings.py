@@ -11,21 +11,14 @@ __all__ = ["Settings", "Transport", "counted"]
 
 
 class Transport(str, Enum):
-    """How gradients are exchanged: `TCP` and `UNIX` start a process for each rank, `LOCAL` a thread for each shard.
+    """How gradients are exchanged: `TCP` starts a process for each rank.
 
     With `LAUNCHER` and `MPI` this process is one of the ranks that torchrun, srun or mpiexec has started.
     """
 
     TCP = "tcp"
-    UNIX = "unix"
-    LOCAL = "local"
     LAUNCHER = "launcher"  # over sockets
     MPI = "mpi"
-
-    @property
-    def joins_launched(self) -> bool:
-        """Whether a launcher has started the ranks."""
-        return self in {Transport.LAUNCHER, Transport.MPI}
 
 
 @dataclass(frozen=True)
@@ -41,12 +34,10 @@ class Settings:
     max_norm: float = 1.0  # bound of the gradient's global norm
     seed: int = 0
     transport: Transport = Transport.TCP
-    port: int = 0
     compared_steps: int = 20
     evaluations: int = 10  # how often the held-out loss is taken, spread evenly over the run
     model: LlamaConfig = field(default_factory=LlamaConfig)
     is_replay: bool = False  # only of the compared steps: whole micro-batches are added, and nothing is evaluated
-    backwards: bool = False  # micro-batches, and the model's intermediate columns, are added in reverse order
 
     @property
     def micro_batches_in_all(self) -> int:
@@ -62,8 +53,7 @@ class Settings:
             >>> list(Settings(workers=2, micro_batches=2).share(step=2, rank=0))
             [4, 6]
         """
-        share = range((step - 1) * self.micro_batches_in_all + rank, step * self.micro_batches_in_all, self.workers)
-        return share[::-1] if self.backwards else share
+        return range((step - 1) * self.micro_batches_in_all + rank, step * self.micro_batches_in_all, self.workers)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the held-out loss is taken after `step` steps; always after the last.

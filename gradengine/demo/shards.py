@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gradengine.errors import PeerLost
 from gradengine.exchange import Exchange, local_group
 from gradengine.layout.shards import Shard
 
-__all__ = ["TensorParallelRank", "cut", "replicated_part", "run_threads", "tensor_parallel_group", "united"]
+__all__ = ["TensorParallelRank", "cut", "run_threads", "tensor_parallel_group", "united"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class TensorParallelRank:
 
     tp_rank: int
     exchange: Exchange | None  # for the norm and the verdict of a step; None where there is one shard
-    partials: list[Array]  # of all shards, whose list this is
+    partials: list[Any]  # of all shards, whose list this is
     barrier: threading.Barrier
 
     def all_reduce(self, partial: Array) -> Array:
@@ -65,11 +65,8 @@ class TensorParallelRank:
 def tensor_parallel_group(tp_size: int) -> list[TensorParallelRank]:
     """The shards of one worker, each for a thread of its own."""
     exchanges = local_group(tp_size, timeout=_TIMEOUT_SECONDS) if tp_size > 1 else [None]
-    shared: tuple[list[Array], threading.Barrier] = (
-        [None] * tp_size,
-        threading.Barrier(tp_size, timeout=_TIMEOUT_SECONDS),
-    )
-    return [TensorParallelRank(tp_rank, exchange, *shared) for tp_rank, exchange in enumerate(exchanges)]
+    partials, barrier = [None] * tp_size, threading.Barrier(tp_size, timeout=_TIMEOUT_SECONDS)
+    return [TensorParallelRank(tp_rank, exchange, partials, barrier) for tp_rank, exchange in enumerate(exchanges)]
 
 
 def run_threads(works: Sequence[Callable[[], T]]) -> list[T]:
@@ -101,11 +98,6 @@ def cut(settings: Settings, weights: Mapping[str, Array], tp_rank: int) -> Weigh
 def united(settings: Settings, parts: Sequence[Mapping[str, Array]]) -> Weights:
     """The whole model's weights, or gradients, from the parts of all shards."""
     return {name: shard.merge_shards([part[name] for part in parts]) for name, shard in _shards(settings, 0).items()}
-
-
-def replicated_part(settings: Settings, part: Mapping[str, Array]) -> Weights:
-    """Those of a shard's weights that every shard holds whole."""
-    return {name: part[name] for name, shard in _shards(settings, 0).items() if shard.partition == "replicated"}
 
 
 def _shards(settings: Settings, tp_rank: int) -> dict[str, Shard]:

@@ -55,14 +55,10 @@ def read_texts(path: Path | None, sequence_length: int) -> Texts:
         raise CallerError(f"cannot read the text '{path}': {fault.strerror}", do="pass --text FILE") from None
     python = f"{platform.python_implementation()} {platform.python_version()}"
     source = str(path or f"the standard library of {python}")
-    do = "pass --text FILE with any longer file, such as a book or source code"
-    if len(text) < MIN_TEXT_BYTES:
-        expected = f"at least {MIN_TEXT_BYTES}"
-        raise CallerError(f"too little text in {source}", got=f"{len(text)} bytes", expected=expected, do=do)
+    least, do = max(MIN_TEXT_BYTES, 20 * sequence_length), "pass --text FILE with any longer file, such as a book"
+    if len(text) < least:
+        raise CallerError(f"too little text in {source}", got=f"{len(text)} bytes", expected=f"at least {least}", do=do)
     train, held_out = split(text)
-    if len(held_out) <= sequence_length:
-        got, expected = f"{len(held_out)} bytes held out", f"more than --sequence-length={sequence_length}"
-        raise CallerError(f"too little text in {source}", got=got, expected=expected, do=do)
     return Texts(train, held_out, source)
 
 

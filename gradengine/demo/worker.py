@@ -6,7 +6,6 @@ blocks into the exchange while backward runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,16 +17,14 @@ import numpy as np
 from gradengine.demo.adamw import AdamW, warmup_cosine
 from gradengine.demo.model import Array, GradientStream, Weights, forward_backward, initial_weights, stream_gradients
 from gradengine.demo.settings import Settings, Transport
-from gradengine.demo.shards import TensorParallelRank, cut, replicated_part, run_threads, tensor_parallel_group, united
+from gradengine.demo.shards import TensorParallelRank, cut, run_threads, tensor_parallel_group, united
 from gradengine.demo.text import Texts, Tokens, micro_batch
-from gradengine.engine.result import StepResult
 from gradengine.engine.trainer import DistributedTrainer, weights_digest
-from gradengine.errors import WindowError
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
 __all__ = [
-    "Finished", "Learner", "Listening", "Report", "Step", "join_launched", "layout_of", "replay", "result_of",
+    "Finished", "Learner", "Listening", "Report", "Step", "join_launched", "layout_of", "replay",
     "train_as_threads", "train_at", "train_launched",
 ]  # fmt: skip
 
@@ -49,8 +46,7 @@ class Step:
     number: int
     loss: float  # the mean of all micro-batches
     norm: float  # before clipping
-    scale: float  # what clipping multiplied by
-    exchange_seconds: float  # what rank 0 waited for after backward: the exchange, slower ranks, and the clip
+    exchange_seconds: float  # for which rank 0 waited after backward
     held_out: float | None = None  # the loss of the held-out text, where it was taken
 
 
@@ -60,9 +56,7 @@ class Finished:
 
     rank: int
     digest: str  # of its last weights
-    replicated: tuple[str, ...]  # each shard's digest of what all shards hold whole
     compared: Weights  # its weights after the compared steps; none but of rank 0
-    first: Weights  # the gradients that the first step handed back; none but of rank 0
 
 
 Report: TypeAlias = Callable[[Any], None]  # of one of the above, of `(name, result)`, or of None: that work goes on
@@ -79,28 +73,19 @@ class Learner:
     def __init__(self, settings: Settings, texts: Texts, tp: TensorParallelRank, report: Report) -> None:
         self._settings, self._texts, self._report = settings, texts, report
         self._model = (settings.model, tp.all_reduce)
-        self.weights = cut(settings, _in_order(settings, initial_weights(settings.model, settings.seed)), tp.tp_rank)
+        self.weights = cut(settings, initial_weights(settings.model, settings.seed), tp.tp_rank)
         self._optimizer = AdamW(self.weights)
-        self._backward_over = self.exchange_seconds = 0.0
-        self.first: Weights = {}
 
     def stream_backward(self, index: int) -> tuple[float, GradientStream]:
         """The loss of micro-batch `index`, a step's last, and its gradients as backward finishes them."""
-        value, stream = stream_gradients(self.weights, self._micro_batch(index), *self._model)
-        return value, self._timed(stream)
-
-    def _timed(self, stream: GradientStream) -> GradientStream:
-        yield from stream
-        self._backward_over = time.perf_counter()
+        return stream_gradients(self.weights, self._micro_batch(index), *self._model)
 
     def forward_backward(self, index: int) -> tuple[float, Weights]:
         """The loss of micro-batch `index`, and all its gradients."""
         return forward_backward(self.weights, self._micro_batch(index), *self._model)
 
     def apply_gradients(self, gradients: Mapping[str, Array]) -> None:
-        """Make a step of the optimizer; the time since the end of `stream_backward` was the exchange and the clip."""
-        self.exchange_seconds = time.perf_counter() - self._backward_over
-        self.first = self.first or _copied(gradients)
+        """Make a step of the optimizer."""
         steps = self._settings.steps
         factor = warmup_cosine(self._optimizer.step_count, warmup_steps=steps // 20, total_steps=steps)
         self._optimizer.step(gradients, self._settings.learning_rate * factor)
@@ -117,19 +102,6 @@ class Learner:
         return micro_batch(self._texts.train if text is None else text, index, *sizes, settings.seed)
 
 
-def _in_order(settings: Settings, weights: Weights) -> Weights:
-    """The weights; for a `backwards` run with the intermediate columns in reverse order, which a second call undoes.
-
-    Sums over these columns are thus rounded in another order: with one micro-batch in a step no other order can change.
-    """
-    if not settings.backwards:
-        return weights
-    flips = {"gate": np.fliplr, "up": np.fliplr, "down": np.flipud}
-    return {
-        n: np.ascontiguousarray(flips.get(n.rpartition(".")[2], np.asarray)(weight)) for n, weight in weights.items()
-    }
-
-
 def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
     """The layout of a shard's gradients, in the order in which its backward finishes them."""
     model = settings.model
@@ -137,13 +109,6 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
     return GradientLayout.transformer(
         model.num_blocks, *sizes, tensor_parallel=model.sharded(tp_rank, settings.tensor_parallel)
     )
-
-
-def result_of(trainer: DistributedTrainer) -> StepResult:
-    """The result of the trainer's last step; raises `WindowError` if it has made none."""
-    if trainer.last_result is None:
-        raise WindowError("the trainer has no result", got="no step made", expected="at least 1")
-    return trainer.last_result
 
 
 def train_at(settings: Settings, texts: Texts, rank: int, urls: Sequence[str], token: str, report: Report) -> None:
@@ -174,25 +139,27 @@ def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report:
         end = _finished(settings, exchange.rank, [_make_steps(settings, texts, exchange, tp, report)])
         digests = exchange.gather(end.digest.encode())
     for rank, digest in enumerate(digests):
-        report(end if rank == end.rank else Finished(rank, digest.decode(), (), {}, {}))
+        report(end if rank == end.rank else Finished(rank, digest.decode(), {}))
 
 
 def replay(name: str, settings: Settings, texts: Texts, report: Report) -> None:
-    """Replay on threads, and report under a name the first step and how rank 0 ended."""
-    found: dict[type, Any] = {}
+    """Replay on threads, and report under a name the weights with which rank 0 ended."""
 
     def note(what: object) -> None:
-        found.setdefault(type(what), what)
-        report(None)
+        report((name, what.compared) if isinstance(what, Finished) and what.rank == 0 else None)
 
     train_as_threads(settings, texts, note)
-    report((name, (found[Step], found[Finished])))
 
 
 def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange]], report: Report) -> None:
     """Train the workers of this process, each given as the exchanges of its shards."""
+
+    def train(exchange: Exchange, tp: TensorParallelRank) -> tuple[Weights, Weights]:
+        with exchange, tp:
+            return _make_steps(settings, texts, exchange, tp, report)
+
     works = [
-        partial(_train_shard, settings, texts, exchange, tp, report)
+        partial(train, exchange, tp)
         for exchanges in workers
         for exchange, tp in zip(exchanges, tensor_parallel_group(settings.tensor_parallel), strict=True)
     ]
@@ -201,16 +168,9 @@ def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange
         report(_finished(settings, exchanges[0].rank, found[number * size : (number + 1) * size]))
 
 
-def _train_shard(
-    settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
-) -> tuple[Weights, Weights, Weights]:
-    with exchange, tp:
-        return _make_steps(settings, texts, exchange, tp, report)
-
-
 def _make_steps(
     settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
-) -> tuple[Weights, Weights, Weights]:
+) -> tuple[Weights, Weights]:
     """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
     learner = Learner(settings, texts, tp, report)
     trainer = DistributedTrainer(
@@ -221,20 +181,15 @@ def _make_steps(
         loss = trainer.train_batch(settings.share(number, exchange.rank))
         if exchange.rank == 0:
             held_out = learner.held_out_loss() if settings.is_evaluated(number) else None
-            if tp.tp_rank == 0:
-                made = result_of(trainer)
-                report(Step(number, loss, float(made.norm), float(made.scale), learner.exchange_seconds, held_out))
+            if tp.tp_rank == 0 and (made := trainer.last_result) is not None:
+                told = made.metrics()
+                waited = told["exchange_seconds"] - told["exchange_hidden_seconds"]
+                report(Step(number, loss, told["grad_norm"], waited, held_out))
         if number == settings.compared_steps:
-            compared = _copied(learner.weights)
-    return learner.weights, compared, learner.first
+            compared = {name: weight.copy() for name, weight in learner.weights.items()}
+    return learner.weights, compared
 
 
-def _copied(weights: Mapping[str, Array]) -> Weights:
-    return {name: weight.copy() for name, weight in weights.items()}
-
-
-def _finished(settings: Settings, rank: int, shards: Sequence[tuple[Weights, Weights, Weights]]) -> Finished:
-    replicated = tuple(weights_digest(replicated_part(settings, weights)) for weights, _, _ in shards)
-    weights, *others = (united(settings, parts) for parts in zip(*shards, strict=True))
-    compared, first = (_in_order(settings, each) if rank == 0 else {} for each in others)
-    return Finished(rank, weights_digest(weights), replicated, compared, first)
+def _finished(settings: Settings, rank: int, shards: Sequence[tuple[Weights, Weights]]) -> Finished:
+    weights, compared = (united(settings, parts) for parts in zip(*shards, strict=True))
+    return Finished(rank, weights_digest(weights), compared if rank == 0 else {})
