@@ -12,7 +12,6 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import cuda_emulator
 import gpu_bench
@@ -382,24 +381,6 @@ def test_wrong_results_of_ours_are_not_timed(gpu, tmp_path):
 
 
 # ---- memory and time ----
-
-
-def test_what_is_asked_of_torch_on_a_gpu(emulated):
-    fake, calls = MagicMock(), []
-    real = Gpu(xp=emulated.kernels.xp, kernels=emulated.kernels, torch_module=fake)
-    bits = np.ones(3, np.uint16)
-    assert real.tensor(bits) is fake.as_tensor.return_value.view.return_value
-    assert fake.as_tensor.call_args.args[0].dtype == np.int16
-    assert fake.as_tensor.call_args.kwargs == {"device": "cuda"}
-    fake.as_tensor.return_value.view.assert_called_with(fake.bfloat16)
-    assert real.tensor(np.ones(3, np.float32)) is fake.as_tensor.return_value
-    replay = real.recorded(lambda: calls.append(1))
-    assert len(calls) == 3  # two to warm up, one that is recorded
-    replay()
-    fake.cuda.CUDAGraph.return_value.replay.assert_called_once_with()
-    assert len(calls) == 3
-    gpu_variants.torch_compiled(real, len)
-    fake.compile.assert_called_once_with(len, fullgraph=True, dynamic=False)
 
 
 def test_odd_buffers_lie_at_odd_elements(gpu):

@@ -10,7 +10,6 @@ import importlib
 import os
 import socket
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,9 @@ from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
 from gradengine.console.processes import ProcessPool, Reporter
 from gradengine.exchange import Exchange, Progress, connect, local_group
-from gradengine.exchange.addresses import RETRY_SECONDS, Address, connect_once, listen_socket
 from gradengine.layout import GradientLayout
 
-__all__ = ["Crew", "Reduction", "contribution", "exchange_variants", "free_port", "sockets_of"]
+__all__ = ["Crew", "Reduction", "ThreadReductions", "exchange_variants", "span_layout"]
 
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
@@ -133,30 +131,6 @@ class GlooReduction(Reduction):
     def run(self) -> None:
         """One all-reduce of the whole set."""
         self._distributed.all_reduce(self._tensor)
-
-
-def sockets_of(address: Address, world_size: int, rank: int) -> list[socket.socket]:
-    """Plain connections: on rank 0, which listens at the address, one with each other rank; on others one with it."""
-    if rank:
-        connections = [_connected(address)]
-    else:
-        with listen_socket(address) as listener:
-            connections = [listener.accept()[0] for _ in range(world_size - 1)]
-    for connection in connections:
-        connection.settimeout(_JOIN_SECONDS)
-    return connections
-
-
-def _connected(address: Address) -> socket.socket:
-    """A connection with rank 0, which may not listen yet."""
-    deadline = time.monotonic() + _JOIN_SECONDS
-    while True:
-        try:
-            return connect_once(address, _JOIN_SECONDS)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(RETRY_SECONDS)
 
 
 def free_port() -> int:
