@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--by", choices=["alone", "launcher", "mpi", "torch"], default="alone")
     with joined(parser.parse_args().by) as exchange:
         weights = train(exchange)
-        are_same = len(set(exchange.gather(weights.tobytes()))) == 1
+        are_same = len(set(exchange.all_gather(weights.tobytes()))) == 1
         rank, ranks, url = exchange.rank, exchange.world_size, exchange.url
     apart = float(np.abs(weights - train_by_hand()).max())
     if rank == 0:

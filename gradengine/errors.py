@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 __all__ = [
     "BufferRefused",
@@ -30,6 +31,19 @@ __all__ = [
     "WindowError",
 ]
 
+#: Names of before and those of today. Nothing takes an old one: its error names the new one.
+RENAMED: Mapping[str, str] = {
+    "token": "secret",
+    "GRADENGINE_TOKEN": "GRADENGINE_SECRET",
+    "GRADENGINE_TOKEN_FILE": "GRADENGINE_SECRET_FILE",
+    "sum": "prescaled",
+    "pass": "propagate",
+    "gather": "all_gather",
+    "tell_all": "all_gather_object",
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or a peer's message
 _MAX_VALUE = 300
 _MAX_LINES = 12
@@ -95,7 +109,7 @@ class OutOfDeviceMemory(CallerError):
 
 
 class FixedAttribute(CallerError, AttributeError):
-    """An attribute that cannot be set: an object of this package ignores it, or has it for life."""
+    """An attribute that cannot be set, as an object ignores it or has it for life; or one that was renamed."""
 
 
 class DeviceFailed(GradientError):
@@ -152,7 +166,7 @@ class ExchangeError(GradientError):
 
 
 class HandshakeRefused(ExchangeError):
-    """A refused join: the ranks' layout, settings, world size, protocol version or token differ, or a rank is taken."""
+    """A refused join: the ranks' layout, settings, world size, wire version or secret differ, or a rank is taken."""
 
 
 class ProtocolError(ExchangeError):
@@ -165,6 +179,23 @@ class PeerLost(ExchangeError):
 
 class DeadlineExceeded(ExchangeError):
     """No progress for longer than the timeout; the message names the ranks that are late and those that wait."""
+
+
+def renamed(old: str, do: str | None = None, kind: type[CallerError] = CallerError) -> CallerError:
+    """The error for a name of before."""
+    return kind(f"'{old}' was renamed to '{RENAMED[old]}'", do=do)
+
+
+def refuses_renamed(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function refuse a keyword argument of before by its new name."""
+
+    @functools.wraps(call)
+    def checked(*given: _P.args, **named: _P.kwargs) -> _R:
+        for old in RENAMED.keys() & named.keys():
+            raise renamed(old)
+        return call(*given, **named)
+
+    return checked
 
 
 def _printable(value: object, limit: int) -> str:
@@ -212,6 +243,13 @@ class Fixed:
         if name[0] != "_" and "_is_fixed" in vars(self) and not _may_be_set(type(self), name):
             raise _cannot_be_set(type(self), name)
         object.__setattr__(self, name, value)
+
+    if not TYPE_CHECKING:  # a typist still sees unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), RENAMED.get(name, "")):
+                raise renamed(name, kind=FixedAttribute)
+            object.__getattribute__(self, name)  # raises Python's own error
 
 
 def _may_be_set(kind: type, name: str) -> bool:

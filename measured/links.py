@@ -57,11 +57,11 @@ class Rank:
     def seconds(self, work: Sum, fill: float) -> float:
         """The slowest rank's seconds for work on an arena full of this rank's numbers."""
         self.arena[:] = fill
-        self.exchange.gather(b"")
+        self.exchange.all_gather(b"")
         begin = time.perf_counter()
         work()
         took = time.perf_counter() - begin
-        told = self.exchange.gather(np.float64(took).tobytes())
+        told = self.exchange.all_gather(np.float64(took).tobytes())
         self.progress.next_step()
         return max(float(np.frombuffer(each)[0]) for each in told)
 
@@ -103,7 +103,7 @@ def threads(ranks: int, megabytes: int, repeats: int) -> dict[str, float]:
         rank = Rank(exchange, megabytes)
         arenas[exchange.rank] = rank.arena
         found = compared(rank, rank, by_numpy, repeats)
-        exchange.gather(b"")
+        exchange.all_gather(b"")
         exchange.close()
         return found
 
@@ -117,7 +117,7 @@ def processes(by: str, megabytes: int, repeats: int) -> dict[str, float]:
     with exchange:
         rank = Rank(exchange, megabytes, is_shared=by == "shared_memory")
         found = compared(rank, rank, lambda: other(rank.arena), repeats)
-        exchange.gather(b"")
+        exchange.all_gather(b"")
     return found if exchange.rank == 0 else {}
 
 

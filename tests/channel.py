@@ -11,7 +11,7 @@ from gradengine.exchange.wire import (
     expect_payload,
 )
 
-TOKEN = "a secret of all ranks"
+SECRET = "a secret of all ranks"
 
 
 class Channel:

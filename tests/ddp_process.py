@@ -42,7 +42,7 @@ def print_sums(rank, folder):
     ours = copy.deepcopy(theirs)
     parallel = DistributedDataParallel(theirs)
     with connect(f"unix://{folder}/engines", rank, 2, timeout=60.0, join_timeout=60.0) as exchange:
-        engine = GradientEngine(layout_of(ours), average="sum", exchange=exchange)
+        engine = GradientEngine(layout_of(ours), average="prescaled", exchange=exchange)
         torch.manual_seed(1 + rank)
         for count in WINDOWS:
             batches = torch.randn(count, 4, 5)

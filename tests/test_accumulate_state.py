@@ -84,7 +84,7 @@ class Echo(Exchange):
         self.progress.squares = np.array([np.square(self.sums[slot.offset : slot.stop]).sum() for slot in LAYOUT.slots])
         return ()
 
-    def gather(self, data):
+    def all_gather(self, data):
         return [data, data]
 
     def close(self):

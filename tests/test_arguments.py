@@ -227,11 +227,11 @@ VARIED = {
     "cost.seconds_per_step": (COST.seconds_per_step, [GIGABIT], {}, "0 latency_seconds"),
     "add": (add, [floats(), floats(), 1.0], {}, "0 1 2 device"),
     "scale": (scale, [floats(), 2.0], {}, "0 1 stream"),
-    "connect": (closing(ge.connect), [FREE, 0, 1], {}, "0 1 2 job join_timeout bucket_bytes token timeout"),
+    "connect": (closing(ge.connect), [FREE, 0, 1], {}, "0 1 2 job join_timeout bucket_bytes secret timeout"),
     "GradientServer": (
-        closing(ge.GradientServer), [1], {}, "0 1 token job join_timeout bucket_bytes max_arena_bytes",
+        closing(ge.GradientServer), [1], {}, "0 1 secret job join_timeout bucket_bytes max_arena_bytes",
     ),
-    "WorkerClient": (closing(ge.WorkerClient), [NEVER, 0, 1], {}, "0 1 token join_timeout"),
+    "WorkerClient": (closing(ge.WorkerClient), [NEVER, 0, 1], {}, "0 1 secret join_timeout"),
 }  # fmt: skip
 
 
@@ -277,7 +277,7 @@ CALLS = dict(varied()) | {
     "layout.block": LAYOUT.block,
     "layout_from_table": layout_from_table,
     "exchange.start(span)": lambda v: bound().start(v),
-    "exchange.gather(data)": lambda v: bound().gather(v),
+    "exchange.all_gather(data)": lambda v: bound().all_gather(v),
     "trainer.train_batch(micro_batches)": lambda v: None if isinstance(v, (range, Mapping)) else trained(v),
     "trainer.forward_backward()": lambda v: trained(forward_backward=lambda batch: v),
     "trainer.forward_backward() loss": lambda v: trained(forward_backward=lambda batch: (v, gradients())),

@@ -338,7 +338,7 @@ class TestVerdict:
         values[1][index] = NAN
         refill(device, arrays, values)
 
-    @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
+    @pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
     def test_a_loop_of_replays_tells_every_last_bad_step(self, device, policy):
         engine, arrays, told = new_engine(device, on_non_finite=policy), arrays_of(device, 0), []
         seen = []
@@ -350,7 +350,7 @@ class TestVerdict:
             try:
                 result = graph.replay()
                 assert bool(np.isnan(on_host(result.gradients["layers.1.w"])).any()) == (
-                    policy == "pass" and step in bad
+                    policy == "propagate" and step in bad
                 )
                 step = result.step + 1
             except NonFiniteGradient as error:

@@ -491,11 +491,13 @@ class TestRefused:
         for window in (0, 1):
             refused(engine_with(layout=layout), engine_with(window=window).state_dict(), LayoutMismatch, match)
 
-    @pytest.mark.parametrize("here", [{"micro_batches": 5}, {"micro_batches": None}, {"average": "sum"}], ids=str)
+    @pytest.mark.parametrize("here", [{"micro_batches": 5}, {"micro_batches": None}, {"average": "prescaled"}], ids=str)
     def test_another_number_of_micro_batches_or_average(self, here):
         for window in (0, 1):
             state = engine_with(window=window, micro_batches=4).state_dict()
             refused(engine_with(**{"micro_batches": 4, **here}), state, CallerError, f"another {next(iter(here))}")
+        old = {**engine_with(average="prescaled").state_dict(), "average": np.frombuffer(b"sum", np.uint8)}
+        refused(engine_with(average="prescaled"), old, CallerError, "'sum' was renamed to 'prescaled'")
         changed_on_purpose = {**engine_with(micro_batches=4).state_dict(), "micro_batches": np.array(8)}
         resumed_from(changed_on_purpose, micro_batches=8)
 

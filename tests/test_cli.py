@@ -184,15 +184,15 @@ MISTAKES = [
     (["demo", "--text", "short"], "got 5 bytes"),
     (["demo", "--hidden-size", 30], "--hidden-size"),
     (["demo", "--plot", "plot.doc"], "cannot plot to"),
-    (["serve", "--world-size", 2, "--host", "0.0.0.0"], "there is no token"),
-    (["serve", "--world-size", 2, "--token-file", "empty"], "there is no token in"),
-    (["serve", "--world-size", 2, "--token-file", "none"], "cannot read the token from"),
+    (["serve", "--world-size", 2, "--host", "0.0.0.0"], "there is no secret"),
+    (["serve", "--world-size", 2, "--secret-file", "empty"], "there is no secret in"),
+    (["serve", "--world-size", 2, "--secret-file", "none"], "cannot read the secret from"),
 ]
 
 
 def test_a_mistake_is_one_line_that_names_it(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GRADENGINE_TOKEN", raising=False)
+    monkeypatch.delenv("GRADENGINE_SECRET", raising=False)
     (tmp_path / "short").write_bytes(b"short")
     (tmp_path / "empty").touch()
     for arguments, named in MISTAKES:
@@ -205,6 +205,11 @@ def test_a_mistake_is_one_line_that_names_it(monkeypatch, capsys, tmp_path):
 def test_env_is_a_part_of_doctor(monkeypatch, capsys):
     code, error = fails(monkeypatch, capsys, "env", "--json", "-")
     assert (code, "run `gradengine doctor`" in error) == (2, True)
+
+
+def test_the_option_of_before_is_refused_by_that_of_today(monkeypatch, capsys):
+    code, error = fails(monkeypatch, capsys, "serve", "--world-size", 2, "--token-file", "secret")
+    assert (code, "--secret-file" in error) == (2, True)
 
 
 def test_a_port_in_use_is_said_so(monkeypatch, capsys):
@@ -290,8 +295,8 @@ LAYOUT, ARENA = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
 SECRET = "a secret of all ranks"
 
 
-def start_server(cwd, *arguments, token=None):
-    variables = environment() | ({"GRADENGINE_TOKEN": token} if token else {})
+def start_server(cwd, *arguments, secret=None):
+    variables = environment() | ({"GRADENGINE_SECRET": secret} if secret else {})
     process = started([*PYTHON, "serve", *arguments], cwd, env=variables)
     url = process.stdout.readline().strip()
     assert url, process.stderr.read()
@@ -304,11 +309,11 @@ def address_of(url):
     return place if scheme == "unix" else (host, int(port))
 
 
-def sums_of_two(url, token=None, job=""):
+def sums_of_two(url, secret=None, job=""):
     sums = [None, None]
 
     def work(rank):
-        with WorkerClient(address_of(url), rank, 2, token=token, job=job, join_timeout=SOON) as exchange:
+        with WorkerClient(address_of(url), rank, 2, secret=secret, job=job, join_timeout=SOON) as exchange:
             engine = GradientEngine(LAYOUT, max_norm=None, exchange=exchange)
             engine.add({"w": np.full(3, rank + 1, np.float32)})
             sums[rank] = engine.step().gradients["w"].tolist()
@@ -322,23 +327,23 @@ def sums_of_two(url, token=None, job=""):
 
 
 def test_serve_sums_until_its_workers_have_gone_and_says_who_is_refused(tmp_path):
-    (tmp_path / "token").write_text(f"{SECRET}\n")
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
     process, url = start_server(
-        tmp_path, "--world-size", "2", "--job", "run 1", "--unix", "socket", "--token-file", "token"
+        tmp_path, "--world-size", "2", "--job", "run 1", "--unix", "socket", "--secret-file", "secret"
     )
-    for options in ({"token": SECRET, "job": "run 2"}, {"token": "another secret of all ranks", "job": "run 1"}):
+    for options in ({"secret": SECRET, "job": "run 2"}, {"secret": "another secret of all ranks", "job": "run 1"}):
         with pytest.raises(HandshakeRefused):
             WorkerClient(address_of(url), 1, 2, **options).bind(LAYOUT, ARENA, Progress())
     assert sums_of_two(url, SECRET, job="run 1") == [[1.5] * 3] * 2
     told = process.communicate(timeout=2 * SOON)[1]
     assert process.returncode == 0, told
-    assert "rank 1 has another token" in told
+    assert "rank 1 has another secret" in told
     assert told.endswith("\nall 2 workers have connected and left\n")
 
 
-def test_serve_takes_its_token_from_the_environment_and_its_job_from_its_first_rank(tmp_path, monkeypatch):
+def test_serve_takes_its_secret_from_the_environment_and_its_job_from_its_first_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the server alone: it is another job's
-    process, url = start_server(tmp_path, "--world-size", "2", token=SECRET)
+    process, url = start_server(tmp_path, "--world-size", "2", secret=SECRET)
     assert sums_of_two(url, SECRET, job="SLURM_JOB_ID=7") == [[1.5] * 3] * 2
     process.communicate(timeout=2 * SOON)
     assert process.returncode == 0
@@ -406,7 +411,7 @@ def test_serve_ends_where_nobody_comes(monkeypatch, capsys):
 
 def test_serve_that_is_terminated_tells_its_workers_and_removes_its_socket(tmp_path):
     process, url = start_server(tmp_path, "--world-size", "2", "--unix", "socket")
-    first = call(address_of(url), 0, 2, token=None, called=2)
+    first = call(address_of(url), 0, 2, secret=None, called=2)
     process.terminate()
     assert told_by(first) == (PeerLost, "the server was closed; reconnect on all ranks")
     assert process.communicate(timeout=2 * SOON)[1].endswith("gradengine: terminated\n")

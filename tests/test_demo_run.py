@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = LlamaConfig(num_blocks=1, hidden_size=16, num_kv_heads=4, intermediate_size=32, sequence_length=16)
 SETTINGS = Settings(steps=6, batch_size=2, compared_steps=4, evaluations=2, model=MODEL)
 TEXTS = Texts(*split(standard_library_text(100_000)), "the standard library")
-TOKEN = "a secret of all ranks"
+SECRET = "a secret of all ranks"
 INITIAL = initial_weights(MODEL, SETTINGS.seed)
 PATIENCE = 100.0  # seconds in which an interpreter starts, however busy the machine is
 
@@ -256,7 +256,7 @@ def test_a_port_that_is_taken_is_said_before_any_door_is_named():
         port = blocking.address[1]
         urls = ["tcp://127.0.0.1:0", f"tcp://127.0.0.1:{port}"]
         with pytest.raises(CallerError, match=f"cannot listen at 127.0.0.1:{port}"):
-            worker.train_at(asking(tensor_parallel=2), TEXTS, 0, urls, TOKEN, reports.append)
+            worker.train_at(asking(tensor_parallel=2), TEXTS, 0, urls, SECRET, reports.append)
     assert reports == []
 
 

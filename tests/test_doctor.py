@@ -168,8 +168,8 @@ def launched(environment, variables):
 
 
 def test_each_fact_is_shown_with_its_variable(environment, tmp_path):
-    (tmp_path / "token").write_text(f"{SECRET}\n")
-    found = launched(environment, SEEN["torchrun"] | {"GRADENGINE_TOKEN_FILE": str(tmp_path / "token")})
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    found = launched(environment, SEEN["torchrun"] | {"GRADENGINE_SECRET_FILE": str(tmp_path / "secret")})
     address, source = found.pop("address")
     assert re.fullmatch(r"unix:///t/gradengine-\d+/[0-9a-f]{16}", address)
     assert source == "LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID, MASTER_PORT"
@@ -179,7 +179,7 @@ def test_each_fact_is_shown_with_its_variable(environment, tmp_path):
         "world size": (2, "WORLD_SIZE"),
         "local rank": (1, "LOCAL_RANK"),
         "local size": (2, "LOCAL_WORLD_SIZE"),
-        "token": ("set (24 characters)", "GRADENGINE_TOKEN_FILE"),
+        "secret": ("set (24 characters)", "GRADENGINE_SECRET_FILE"),
         "tls": (None, ""),
         "job": ("TORCHELASTIC_RUN_ID=700d4223", "TORCHELASTIC_RUN_ID"),
     }
@@ -189,7 +189,7 @@ def test_what_is_not_there_is_a_dash(environment, capsys):
     given = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "2", "GRADENGINE_ADDRESS": "mpi://"}
     launched(environment, given)
     found = shown(capsys)
-    assert [found[name] for name in ("local rank", "local size", "token", "tls", "job")] == ["-"] * 5
+    assert [found[name] for name in ("local rank", "local size", "secret", "tls", "job")] == ["-"] * 5
     assert found["address"].split() == ["mpi://", "GRADENGINE_ADDRESS"]
 
 
@@ -205,8 +205,8 @@ def test_a_launcher_further_out_is_said_not_to_count(environment):
         ({}, "no launcher found"),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
         (SEEN["torchrun"] | {"RANK": "2"}, "RANK (of WORLD_SIZE=2) is out of range: got 2"),
-        (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a token"),
-        (SEEN["torchrun"] | {"GRADENGINE_TOKEN_FILE": "/none"}, "cannot read the token from '/none'"),
+        (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a secret"),
+        (SEEN["torchrun"] | {"GRADENGINE_SECRET_FILE": "/none"}, "cannot read the secret from '/none'"),
         (SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "a:1"}, "URL (of environment variable GRADENGINE_ADDRESS)"),
     ],
 )
@@ -218,14 +218,14 @@ def test_what_connect_would_refuse_is_said_beside_all_else(environment, capsys, 
     assert "numpy" in lines
 
 
-def test_the_token_is_not_shown_and_nothing_is_opened(environment, capsys):
+def test_the_secret_is_not_shown_and_nothing_is_opened(environment, capsys):
     with tempfile.TemporaryDirectory() as folder:  # pytest's own may be too long for a Unix socket
-        launched(environment, SEEN["torchrun"] | {"GRADENGINE_TOKEN": SECRET, "TMPDIR": folder})
+        launched(environment, SEEN["torchrun"] | {"GRADENGINE_SECRET": SECRET, "TMPDIR": folder})
         doctor.show(doctor.sections())
         assert [*Path(folder).iterdir()] == []
     text = capsys.readouterr().out
     assert SECRET not in text
-    assert "set (24 characters)  GRADENGINE_TOKEN" in text
+    assert "set (24 characters)  GRADENGINE_SECRET" in text
 
 
 def test_json_has_all_sections_and_the_lines_too_where_it_is_a_file(environment, tmp_path):
@@ -233,7 +233,7 @@ def test_json_has_all_sections_and_the_lines_too_where_it_is_a_file(environment,
     pytest.importorskip("rich")
     from gradengine.commands.cli import app
 
-    launched(environment, SEEN["srun"] | {"GRADENGINE_TOKEN": SECRET})
+    launched(environment, SEEN["srun"] | {"GRADENGINE_SECRET": SECRET})
     for path in (str(tmp_path / "found.json"), "-"):
         done = runner.invoke(app, ["doctor", "--json", path])
         assert (done.exit_code, SECRET in done.output) == (0, False)

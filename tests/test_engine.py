@@ -92,7 +92,7 @@ class TestWindows:
                 out[slot.name] = windows.Destination(backend, slot, dtype, offset) if slot in wanted else None
             given_out = out and {name: each and each.pointer for name, each in out.items()}
             result = engine.step(given_out, deferred=deferred, loss_scale=scale if is_told_late else None, partial=True)
-            divisor = scale * (1.0 if options["average"] == "sum" else weight)
+            divisor = scale * (1.0 if options["average"] == "prescaled" else weight)
             windows.assert_step(result, layout, sums, divisor, **plan, out=out)
             assert (engine.loss_scale, result.deferred, result.non_finite) == (scale, deferred, None)
             assert result.unused == windows.unused_of(layout, window) - written
@@ -117,7 +117,7 @@ class TestWindows:
     def test_a_bad_value_anywhere_is_named_and_the_next_window_is_good(self, backend, data):
         """Raised at once on the host; on a GPU zeros are handed back, and the next call raises."""
         layout = data.draw(draw.uneven_layouts(backend.chunk).filter(lambda layout: any(s.size for s in layout.slots)))
-        policy, options = data.draw(st.sampled_from(["raise", "skip", "pass"])), data.draw(windows.options)
+        policy, options = data.draw(st.sampled_from(["raise", "skip", "propagate"])), data.draw(windows.options)
         engine = GradientEngine(layout, backend.kernels, on_non_finite=policy, **options)
         window, label = data.draw(windows.windows(layout, (1, 3))), windows.GROUPS[options["groups"]]
         slot = data.draw(st.sampled_from([slot for slot in layout.slots if slot.size]))
@@ -130,16 +130,16 @@ class TestWindows:
         sums, is_late = windows.sums_of(layout, window), policy == "raise" and not backend.is_host
         if policy != "raise" or is_late:
             result = engine.step()
-            assert number_of(result.skipped) == (policy != "pass")
+            assert number_of(result.skipped) == (policy != "propagate")
             assert not math.isfinite(number_of(result.norm))
             for name, array in all_on_host(result.gradients).items():
                 group = label(layout.slot(name))
                 factor = np.float32(number_of(result.group_scales[group]) / windows.divisor_of(options, window))
                 expected = draw.scaled(sums[name], factor, "float32")
-                draw.assert_same_values(array, expected if policy == "pass" else np.zeros_like(expected))
-                if policy == "pass" and group == label(slot):
+                draw.assert_same_values(array, expected if policy == "propagate" else np.zeros_like(expected))
+                if policy == "propagate" and group == label(slot):
                     assert number_of(result.group_scales[group]) == 1
-                elif policy == "pass":
+                elif policy == "propagate":
                     assert windows.norm_of([array]) <= (options["max_norm"] or math.inf) * (1 + 1e-6)
         synchronize(backend)
         for _ in range(1 if is_late else 2):  # a second try finds the same
@@ -404,12 +404,12 @@ def test_a_step_of_several_groups_is_not_deferred():
 
 
 def test_an_engine_says_what_it_was_made_with():
-    options = {"micro_batches": 3, "on_non_finite": "skip", "average": "sum", "loss_scale": 4.0}
+    options = {"micro_batches": 3, "on_non_finite": "skip", "average": "prescaled", "loss_scale": 4.0}
     engine = new_engine(**options)
     assert {name: getattr(engine, name) for name in options} == options
     found = (engine.rank, engine.world_size, engine.exchange, engine.tp_exchange, engine.has_open_window)
     assert found == (0, 1, None, None, False)
-    assert engine.tell_all("anything", [1, "a"]) == [[1, "a"]]
+    assert engine.all_gather_object("anything", [1, "a"]) == [[1, "a"]]
     engine.add(None, weight=0)
     assert engine.has_open_window
 

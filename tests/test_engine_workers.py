@@ -87,8 +87,8 @@ def test_workers_of_any_kind_have_the_contracts_sum_in_the_order_of_their_ranks(
         elif options["average"] == "per_worker" and world_size > 1 and np.float32(1 / weight) != 1:
             mine = {name: array * np.float32(1 / weight) for name, array in mine.items()}
         sums.append(mine)
-    divisors = {"weighted": sum(weights), "per_worker": sum(map(bool, parts)), "sum": world_size}
-    divisor = divisors[options["average"]] if world_size > 1 or options["average"] == "sum" else weights[0]
+    divisors = {"weighted": sum(weights), "per_worker": sum(map(bool, parts)), "prescaled": world_size}
+    divisor = divisors[options["average"]] if world_size > 1 or options["average"] == "prescaled" else weights[0]
     everything = [micro_batch for window in parts for micro_batch in window]
     for result, *_ in outcomes[0]:
         plan = {name: options[name] for name in ("max_norm", "groups")}
@@ -167,7 +167,7 @@ class TestVerdicts:
 
 SETTINGS = {
     "max_norm": ({"max_norm": 1.0}, {"groups": "block"}),
-    "average": ({"average": "sum"}, {"average": "per_worker"}),
+    "average": ({"average": "prescaled"}, {"average": "per_worker"}),
     "loss_scale": ({"loss_scale": 1.0}, {"loss_scale": 2.0}),
     "on_non_finite": ({"on_non_finite": "skip"}, {"on_non_finite": "raise"}),
 }
@@ -223,7 +223,7 @@ class TestDisagreement:
 
     def test_what_it_writes_to_a_block_counts_and_all_else_is_negative_zero(self):
         def work(exchange):
-            engine = new_engine(exchange, average="sum", micro_batches=1)
+            engine = new_engine(exchange, average="prescaled", micro_batches=1)
             if exchange.rank == 0:
                 engine.add([np.full(slot.shape, -0.0, np.float32) for slot in SMALL.slots])
             else:

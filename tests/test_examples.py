@@ -50,7 +50,7 @@ VERDICT_IGNORED = """
 from gradengine import GradientEngine
 
 new = GradientEngine.__init__
-GradientEngine.__init__ = lambda *args, **options: new(*args, **{**options, "on_non_finite": "pass"})
+GradientEngine.__init__ = lambda *args, **options: new(*args, **{**options, "on_non_finite": "propagate"})
 """
 
 

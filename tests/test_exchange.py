@@ -82,7 +82,7 @@ def test_steps_in_any_order_are_summed_in_rank_order_bit_for_bit(transport, worl
             for span in spans[:2]:
                 worker.exchange.start(span)
             gates[step][place + 1].set()
-            parts = worker.exchange.gather(bytes([step, rank]) * rank)
+            parts = worker.exchange.all_gather(bytes([step, rank]) * rank)
             assert parts == [bytes([step, other]) * other for other in range(world_size)]
             bad = worker.sum(spans[2:])
             assert worker.arena.tobytes() == total
@@ -118,10 +118,10 @@ def test_largest_gather_and_one_byte_more(transport):
     most = bytes(16 << 20)
     with group(transport, 2) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 2))
-        for found in outcomes(lambda worker: worker.exchange.gather(most + b"x"), workers):
+        for found in outcomes(lambda worker: worker.exchange.all_gather(most + b"x"), workers):
             assert isinstance(found, CallerError)
             assert str(1 + (16 << 20)) in str(found)
-        assert on_all(lambda worker: worker.exchange.gather(most) == [most, most], workers) == [True, True]
+        assert on_all(lambda worker: worker.exchange.all_gather(most) == [most, most], workers) == [True, True]
 
 
 # ---- the caller's mistakes ----
@@ -280,9 +280,9 @@ BEST = "shared_memory" if HAS_SHARED_MEMORY else "unix"  # between ranks of one 
 )
 def test_how_bytes_go_is_the_best_there_is_or_what_rank_0_asks_for(scheme, asked, found, tmp_path):
     data = contributions(SMALL, 3)
-    token = "a secret of all ranks"
-    host = connect("tcp://127.0.0.1:0" if scheme == "tcp" else f"unix://{tmp_path}/s", 0, 3, link=asked, token=token)
-    exchanges = [host, *(connect(host.url, rank, 3, token=token) for rank in (1, 2))]
+    secret = "a secret of all ranks"
+    host = connect("tcp://127.0.0.1:0" if scheme == "tcp" else f"unix://{tmp_path}/s", 0, 3, link=asked, secret=secret)
+    exchanges = [host, *(connect(host.url, rank, 3, secret=secret) for rank in (1, 2))]
     assert [exchange.link for exchange in exchanges] == [None] * 3
     workers = bound(exchanges, SMALL, data)
     assert [exchange.link for exchange in exchanges] == [found] * 3
@@ -328,7 +328,7 @@ OVER_A_GROUP = {
 
 @pytest.mark.parametrize("way", OVER_A_GROUP)
 def test_what_sockets_alone_need_is_refused_beside_a_group(way):
-    needs = {"token": "a secret", "job": "tp", "served": True}
+    needs = {"secret": "a secret", "job": "tp", "served": True}
     needs |= {} if way == "process_group" else {"link": "unix"}
     needs |= {} if "url" in OVER_A_GROUP[way] else {"url": "mpi://"}
     for name, value in needs.items():

@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 import pytest
-from channel import TOKEN
+from channel import SECRET
 from transports import SOON, free_port
 
 from gradengine.errors import CallerError
@@ -87,7 +87,7 @@ def named(monkeypatch, **numbers):
 @pytest.mark.parametrize("numbers", [["::1"], ["::1", "127.0.0.1"], ["127.0.0.1", "::1"]])
 def test_ranks_join_by_a_name_whatever_addresses_it_has(monkeypatch, numbers):
     named(monkeypatch, six=numbers)
-    with connect("tcp://six:0", 0, 2, token=TOKEN) as exchange:
+    with connect("tcp://six:0", 0, 2, secret=SECRET) as exchange:
         port = address_of(exchange.url)[1]
         with contextlib.closing(connect_once(("six", port), SOON)) as connection:
             assert connection.getpeername()[0] == ("::1" if len(numbers) == 1 else "127.0.0.1")

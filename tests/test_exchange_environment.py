@@ -1,4 +1,4 @@
-"""What launchers say of a process: its place, token and job, from which variable, and what is refused of it."""
+"""What launchers say of a process: its place, secret and job, from which variable, and what is refused of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradengine.exchange.environment import (
     job_or_launchers,
     not_taken,
     read_job,
-    read_token,
+    read_secret,
     read_world,
     warn_of_other_ranks,
 )
@@ -64,7 +64,7 @@ def names_of(launcher):
 
 
 ALL = {name for launcher in LAUNCHERS for name in [*names_of(launcher), *launcher.run, *launcher.host, launcher.sign]}
-ALL |= {*JOBS, "LSB_JOBINDEX", "GRADENGINE_ADDRESS", "GRADENGINE_TOKEN", "GRADENGINE_TOKEN_FILE"}
+ALL |= {*JOBS, "LSB_JOBINDEX", "GRADENGINE_ADDRESS", "GRADENGINE_SECRET", "GRADENGINE_SECRET_FILE"}
 
 
 @pytest.fixture(autouse=True)
@@ -159,39 +159,39 @@ def test_whatever_the_environment_says_it_is_a_place_or_an_error_of_ours(environ
         assert 0 <= world.rank < world.world_size
 
 
-# ---- its token ----
+# ---- its secret ----
 
 
-def test_a_token_comes_from_the_variable_or_from_the_file_that_one_names(tmp_path):
-    path = tmp_path / "token"
-    path.write_text("a token of the file\n")
-    assert read_token({}) is read_token({"GRADENGINE_TOKEN": ""}) is None
-    assert read_token({"GRADENGINE_TOKEN_FILE": str(path)}) == Fact("a token of the file", "GRADENGINE_TOKEN_FILE")
-    both = {"GRADENGINE_TOKEN_FILE": str(path), "GRADENGINE_TOKEN": " a token of the file\n"}
-    assert read_token(both) == Fact("a token of the file", "GRADENGINE_TOKEN")
-    with pytest.raises(CallerError, match="different tokens") as refused:
-        read_token(both | {"GRADENGINE_TOKEN": "one of the variable"})
-    assert not any(token in str(refused.value) for token in ("of the variable", "of the file"))
+def test_a_secret_comes_from_the_variable_or_from_the_file_that_one_names(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("a secret of the file\n")
+    assert read_secret({}) is read_secret({"GRADENGINE_SECRET": ""}) is None
+    assert read_secret({"GRADENGINE_SECRET_FILE": str(path)}) == Fact("a secret of the file", "GRADENGINE_SECRET_FILE")
+    both = {"GRADENGINE_SECRET_FILE": str(path), "GRADENGINE_SECRET": " a secret of the file\n"}
+    assert read_secret(both) == Fact("a secret of the file", "GRADENGINE_SECRET")
+    with pytest.raises(CallerError, match="different secrets") as refused:
+        read_secret(both | {"GRADENGINE_SECRET": "one of the variable"})
+    assert not any(secret in str(refused.value) for secret in ("of the variable", "of the file"))
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"one\ntwo\n", b"\xff\xfe", b"x" * 5000, "FIFO", None])
-def test_a_file_that_holds_no_token_or_is_not_there_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
-    path = tmp_path / "token"
+def test_a_file_that_holds_no_secret_or_is_not_there_is_refused_and_what_it_holds_is_not_shown(tmp_path, content):
+    path = tmp_path / "secret"
     if content == "FIFO":
         os.mkfifo(path)
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(CallerError, match="token") as refused:
-        read_token({"GRADENGINE_TOKEN_FILE": str(path)})
+    with pytest.raises(CallerError, match="secret") as refused:
+        read_secret({"GRADENGINE_SECRET_FILE": str(path)})
     assert not any(word in str(refused.value) for word in ("one\n", "two", "xxx", "xff"))
 
 
-def test_connect_takes_the_token_of_the_environment_and_a_given_one_wins(environment):
-    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+def test_connect_takes_the_secret_of_the_environment_and_a_given_one_wins(environment):
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     other = "fedcba9876543210fedcba9876543210"
     with connect("tcp://127.0.0.1:0", 0, 2) as hosting:
-        stray, mine = (connect(hosting.url, 1, 2, token=token, join_timeout=SOON) for token in (other, None))
-        assert "rank 1 has another token" in refused_before_they_train(hosting, mine, stray)[0]
+        stray, mine = (connect(hosting.url, 1, 2, secret=secret, join_timeout=SOON) for secret in (other, None))
+        assert "rank 1 has another secret" in refused_before_they_train(hosting, mine, stray)[0]
 
 
 # ---- its job ----
@@ -282,7 +282,7 @@ def refusal_of(exchange):
 
 @pytest.mark.parametrize("variable", JOBS)
 def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, variable):
-    """Nobody passed job=; token, layout and world size agree. Two steps of an allocation are one job."""
+    """Nobody passed job=; secret, layout and world size agree. Two steps of an allocation are one job."""
     mine, other, step = {variable: "7"}, {variable: "8"}, {variable: "7", "SLURM_STEP_ID": "1"}
     with launched(environment, mine, lambda: connect("tcp://127.0.0.1:0", 0, 2)) as hosting:
         others = [

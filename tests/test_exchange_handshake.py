@@ -1,4 +1,4 @@
-"""Who may join: proofs that hold for one role, one connection, one called end, one group and one token alone."""
+"""Who may join: proofs that hold for one role, one connection, one called end, one group and one secret alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradengine.exchange.handshake import (
     is_same_proof,
     new_nonce,
     proof,
-    refuse_bad_token,
+    refuse_bad_secret,
     refuse_other_proof,
 )
 from gradengine.exchange.wire import Hello
@@ -24,13 +24,13 @@ HELLO = Hello(rank=1, world_size=4, job="pretrain", nonce=new_nonce())
 NONCE = bytes(range(32))
 
 
-def proven(token="secret", role="caller", hello=HELLO, nonce=NONCE, called=0, group=b"", channel=b""):
-    return proof(token, role, hello, nonce, called, group, channel)
+def proven(secret="secret", role="caller", hello=HELLO, nonce=NONCE, called=0, group=b"", channel=b""):
+    return proof(secret, role, hello, nonce, called, group, channel)
 
 
-@pytest.mark.parametrize("token", ["secret", "", None, "ключ"])
-def test_both_sides_make_the_same_proof(token):
-    refuse_other_proof(proven(token), proven(token), "rank 1")
+@pytest.mark.parametrize("secret", ["secret", "", None, "ключ"])
+def test_both_sides_make_the_same_proof(secret):
+    refuse_other_proof(proven(secret), proven(secret), "rank 1")
     assert is_same_proof(proven(""), proven(None))
 
 
@@ -45,7 +45,7 @@ def test_proof_is_the_documented_hmac():
 @pytest.mark.parametrize(
     "change",
     [
-        *({"token": token} for token in ("a", "Secret", "", None)),
+        *({"secret": secret} for secret in ("a", "Secret", "", None)),
         *({"role": "called"}, {"nonce": bytes(32)}, {"called": 4}, {"group": bytes(16)}, {"channel": bytes(64)}),
         *(
             {"hello": dataclasses.replace(HELLO, **{name: value})}
@@ -55,14 +55,14 @@ def test_proof_is_the_documented_hmac():
 )
 def test_proof_holds_for_nothing_else(change):
     for given in (proven(**change), b"", proven()[:31], proven() + b"\0"):
-        with pytest.raises(HandshakeRefused, match="rank 1 has another token"):
+        with pytest.raises(HandshakeRefused, match="rank 1 has another secret"):
             refuse_other_proof(given, proven(), "rank 1")
 
 
-@pytest.mark.parametrize("token", ["0" * 15, " " * 32, "0" * 15 + "\n"])
-def test_a_token_that_can_be_guessed_is_refused(token):
-    with pytest.raises(CallerError, match="token is too short"):
-        refuse_bad_token(token)
+@pytest.mark.parametrize("secret", ["0" * 15, " " * 32, "0" * 15 + "\n"])
+def test_a_secret_that_can_be_guessed_is_refused(secret):
+    with pytest.raises(CallerError, match="secret is too short"):
+        refuse_bad_secret(secret)
 
 
 def test_nonces_are_fresh():

@@ -104,7 +104,7 @@ def half_summed(seed=0, copy=np.copy, **options):
     def work(worker):
         for span in ALL if worker.exchange.rank < 2 else ALL[:-1]:
             worker.exchange.start(span)
-        parts = worker.exchange.gather(b"")  # so that all have begun
+        parts = worker.exchange.all_gather(b"")  # so that all have begun
         assert len(parts) == WORLD
 
     on_all(work, workers)
@@ -156,7 +156,7 @@ def test_what_a_rank_tells_before_it_begins_a_step_passes_the_sums_that_others_h
                 worker.exchange.start(span)
             if spans:
                 until(lambda: is_sending(worker.exchange))
-            assert worker.exchange.gather(bytes([rank])) == [b"\0", b"\1", b"\2"]
+            assert worker.exchange.all_gather(bytes([rank])) == [b"\0", b"\1", b"\2"]
             worker.sum([span for span in ALL if span not in spans])
             assert worker.arena.tobytes() == EXPECTED
             worker.next_step(contributions(SMALL, WORLD)[rank])
@@ -178,7 +178,7 @@ def test_a_rank_that_leaves_after_the_last_gather_is_not_missed_by_one_that_is_s
         rank = worker.exchange.rank
         if rank == 0:
             until(lambda: exchanges[0]._link.poll() or exchanges[0]._link.held() or links == "threads")
-        parts = worker.exchange.gather(bytes([rank]))
+        parts = worker.exchange.all_gather(bytes([rank]))
         if rank == 1:
             worker.exchange.close()
             left.set()
@@ -460,7 +460,7 @@ def test_no_call_of_a_step_runs_code_of_threading_where_a_signal_could_leave_a_l
             sys.settrace(noting)
         try:
             worker.sum()
-            worker.exchange.gather(b"")
+            worker.exchange.all_gather(b"")
         finally:
             sys.settrace(None)
 

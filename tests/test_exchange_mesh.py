@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import msgpack
 import pytest
-from channel import TOKEN, Channel, knock
+from channel import SECRET, Channel, knock
 from interrupts import interrupted_at, places_of
 from transports import SOON
 
@@ -42,15 +42,15 @@ def address(request, tmp_path):
 
 @pytest.fixture
 def listener():
-    """Rank 0's, with a token."""
-    listener = Listener(("127.0.0.1", 0), TOKEN)
+    """Rank 0's, with a secret."""
+    listener = Listener(("127.0.0.1", 0), SECRET)
     yield listener
     listener.close()
 
 
-def mesh(at, rank, world_size, *, token=None, job="", timeout, clock=time.monotonic, link=None, tls=None):
+def mesh(at, rank, world_size, *, secret=None, job="", timeout, clock=time.monotonic, link=None, tls=None):
     """A rank's link; `at` is on rank 0 its listener, on the others rank 0's address."""
-    joining = mesh_module._Joining(rank, world_size, token, job, timeout, clock, link, tls)
+    joining = mesh_module._Joining(rank, world_size, secret, job, timeout, clock, link, tls)
     return joining.link(lambda: joining.host(at) if isinstance(at, Listener) else joining.join(at))
 
 
@@ -58,7 +58,7 @@ class Started:
     """A rank that joins in a thread."""
 
     def __init__(self, at, rank, world_size, *, after=lambda: None, **options):
-        self._at, self._of, self._options = at, (rank, world_size), {"timeout": SOON, "token": TOKEN} | options
+        self._at, self._of, self._options = at, (rank, world_size), {"timeout": SOON, "secret": SECRET} | options
         self._found, self._after = [], after
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -119,14 +119,14 @@ def form(started):
     return links
 
 
-def call(address, rank, world_size, *, token=TOKEN, job="", called=0, group=b""):
+def call(address, rank, world_size, *, secret=SECRET, job="", called=0, group=b""):
     """A channel by hand, after both sides have proved themselves."""
     channel, hello = knock(address), Hello(rank, world_size, job, new_nonce())
     channel.send(hello)
     nonce, _ = channel.expect(Nonce)
-    channel.send(Proof(proof(token, "caller", hello, nonce.nonce, called, group)))
+    channel.send(Proof(proof(secret, "caller", hello, nonce.nonce, called, group)))
     answer, _ = channel.expect(Proof)
-    assert answer.proof == proof(token, "called", hello, nonce.nonce, called, group)
+    assert answer.proof == proof(secret, "called", hello, nonce.nonce, called, group)
     return channel
 
 
@@ -156,8 +156,8 @@ def answered(listener, beside=""):
     (channel, hello), nonce = called_by(listener), new_nonce()
     channel.send(Nonce(nonce, beside))
     given, _ = channel.expect(Proof)
-    assert given.proof == proof(TOKEN, "caller", hello, nonce, 0, b"")
-    channel.send(Proof(proof(TOKEN, "called", hello, nonce, 0, b"")))
+    assert given.proof == proof(SECRET, "caller", hello, nonce, 0, b"")
+    channel.send(Proof(proof(SECRET, "called", hello, nonce, 0, b"")))
     channel.expect(Listening)
     return channel
 
@@ -176,7 +176,7 @@ def refusal_of(channel):
 
 @pytest.mark.parametrize("order", [[0], [1, 0], [3, 2, 1, 0], [1, 0, 3, 2]])
 def test_ranks_that_start_in_any_order_are_connected(address, order, tmp_path):
-    listener, started = Listener(address, TOKEN), {}
+    listener, started = Listener(address, SECRET), {}
     for rank in order:
         [started[rank]] = start(listener, len(order), [rank])
     links = [each.link() for each in started.values()]
@@ -247,7 +247,7 @@ def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
                     stranger.close()
 
         monkeypatch.setattr(Listener, "__init__", listened)
-        form(start(Listener(address, TOKEN), 3, range(3)))
+        form(start(Listener(address, SECRET), 3, range(3)))
 
 
 def test_where_descriptors_are_short_strangers_make_room(listener):
@@ -295,7 +295,7 @@ def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_num
 
 @pytest.mark.parametrize("passed_on_to", [None, 0])
 def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to):
-    """Without the token; also where a call is passed on to another rank, which would answer it as its own."""
+    """Without the secret; also where a call is passed on to another rank, which would answer it as its own."""
     first, second = start(listener, 3, [0, 2])
     with socket.create_server(("127.0.0.1", 0)) as place:
         one = meet(listener.address, 1, 3, f"tcp://127.0.0.1:{place.getsockname()[1]}")
@@ -305,12 +305,12 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
         impostor.send(Nonce(nonce, ""))
         given, _ = impostor.expect(Proof)
         group = one.expect(Members)[0].group
-        answer = bytes(32) if passed_on_to is None else proof(TOKEN, "called", hello, nonce, passed_on_to, group)
-        assert given.proof == proof(TOKEN, "caller", hello, nonce, 1, group)
+        answer = bytes(32) if passed_on_to is None else proof(SECRET, "called", hello, nonce, passed_on_to, group)
+        assert given.proof == proof(SECRET, "caller", hello, nonce, 1, group)
         impostor.send(Proof(answer))
         kind, told = second.error()
         assert kind is HandshakeRefused
-        assert "rank 1 has another token" in told
+        assert "rank 1 has another secret" in told
         impostor.close()
         one.close()
     first.link().close()
@@ -350,7 +350,7 @@ def test_a_rank_beside_rank_0_that_knows_it_by_a_name_for_loopback_is_found_at_r
         return connect_once(("127.0.1.1" if address[0] == "debian" else address[0], address[1]), timeout)
 
     monkeypatch.setattr(mesh_module, "connect_once", resolved)
-    listener = Listener(("0.0.0.0", 0), TOKEN)
+    listener = Listener(("0.0.0.0", 0), SECRET)
     names = ["debian", "127.0.0.2", "debian"]
     ranks = [Started((name, listener.address[1]), rank, 4) for rank, name in enumerate(names, 1)]
     form([Started(listener, 0, 4), *ranks])
@@ -451,7 +451,7 @@ def test_a_rank_that_was_let_in_and_has_not_heard_so_is_let_in_again(listener, l
             again = knock(second.address)
             again.send(hello)
             nonce = again.expect(Nonce)[0].nonce
-            again.send(Proof(proof(TOKEN, "caller", hello, nonce, 1, group)))
+            again.send(Proof(proof(SECRET, "caller", hello, nonce, 1, group)))
             assert "rank 2 has joined already" in refusal_of(again)
         stack.enter_context(contextlib.closing(call(second.address, 3, 4, called=1, group=group)))
         links = [rank.link() for rank in started]
@@ -477,7 +477,7 @@ def test_a_rank_says_that_rank_0_waits_for_others(listener):
 @pytest.fixture
 def beside():
     """Rank 0's, which ranks on its host reach over a Unix socket too."""
-    listener = Listener(("127.0.0.1", 0), TOKEN, is_beside=True)
+    listener = Listener(("127.0.0.1", 0), SECRET, is_beside=True)
     yield listener
     listener.close()
 
@@ -615,15 +615,15 @@ def test_a_path_that_is_too_long_with_the_last_ranks_number_is_refused_on_all_ra
     assert not Path(path).exists()
 
 
-@pytest.mark.parametrize("token", [None, ""])
-def test_an_address_beyond_loopback_needs_a_token(token):
-    with pytest.raises(CallerError, match="no token"):
-        Listener(("0.0.0.0", 0), token)
-    Listener(("0.0.0.0", 0), TOKEN).close()
+@pytest.mark.parametrize("secret", [None, ""])
+def test_an_address_beyond_loopback_needs_a_secret(secret):
+    with pytest.raises(CallerError, match="no secret"):
+        Listener(("0.0.0.0", 0), secret)
+    Listener(("0.0.0.0", 0), SECRET).close()
 
 
 def test_arguments_out_of_range(tmp_path):
-    for changes in ({"rank": 2}, {"job": "two\nlines"}, {"token": 7}):
+    for changes in ({"rank": 2}, {"job": "two\nlines"}, {"secret": 7}):
         with pytest.raises(CallerError):
             Meeting(**{"address": str(tmp_path / "s"), "rank": 0, "world_size": 2} | changes)
 
@@ -650,7 +650,7 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, is_beside, tmp_path,
         address = listener.address
         places = (listener, address) if rank == 0 else (address, listener)
         other = Started(places[1], 1 - rank, 2, clock=clock)
-        found = call(lambda: mesh(places[0], rank, 2, token=TOKEN, timeout=SOON).close())
+        found = call(lambda: mesh(places[0], rank, 2, secret=SECRET, timeout=SOON).close())
         if rank == 0:
             listener.close()
         clock.jump(address)

@@ -198,14 +198,14 @@ def test_a_window_dropped_right_after_joining_anew_says_what_to_do():
 
 def loses_the_answers(exchange):
     """Let the exchange lose its links right after the others have all that they need of this rank in the step."""
-    sound = exchange.gather
+    sound = exchange.all_gather
 
-    def gather(data):
+    def all_gather(data):
         sound(data)
         exchange.close()
         raise PeerLost("all links of this rank were lost")
 
-    exchange.gather = gather
+    exchange.all_gather = all_gather
 
 
 def a_step_that_only_some_have_made(engine, steps, behind=(1,)):

@@ -225,7 +225,7 @@ def test_two_ranks_connect_by_what_their_launcher_says(environment):
 
 def test_what_is_given_wins(environment):
     launched(
-        environment, SEEN["torchrun"] | {"GRADENGINE_TOKEN": "of the environment", "GRADENGINE_ADDRESS": "tcp://a:1"}
+        environment, SEEN["torchrun"] | {"GRADENGINE_SECRET": "of the environment", "GRADENGINE_ADDRESS": "tcp://a:1"}
     )
     assert joining("tcp://b:2", 0, 3, "given", None, served=False) == ("tcp://b:2", 0, 3, "given")
     assert joining(None, None, None, None, None, served=False) == ("tcp://a:1", 1, 2, "of the environment")
@@ -270,14 +270,14 @@ def test_what_is_given_is_completed_by_what_is_there_and_what_is_missing_is_name
     assert place == [*found[1:]]
 
 
-def test_several_machines_need_a_token_and_each_rank_is_told_how(environment):
+def test_several_machines_need_a_secret_and_each_rank_is_told_how(environment):
     launched(environment, SRUN)
     for rank in "01":
         environment.setenv("SLURM_PROCID", rank)
-        with pytest.raises(CallerError, match="GRADENGINE_TOKEN_FILE"):
+        with pytest.raises(CallerError, match="GRADENGINE_SECRET_FILE"):
             connect()
     environment.setenv("SLURM_PROCID", "1")
-    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     connect().close()
 
 
@@ -319,7 +319,7 @@ def taken_port(environment, host):
 
 def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(environment):
     environment.setenv("MASTER_PORT", str(free_port()))
-    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     port = taken_port(environment, "127.0.0.1")
     told = pytest.raises(CallerError, match=rf"{port} .*MASTER_ADDR.*GRADENGINE_ADDRESS")
     with socket.create_server(("127.0.0.1", port)), told:
@@ -334,7 +334,7 @@ def unknown(*_, **__):
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host", "node..x"])
 def test_a_first_host_that_is_not_this_one_is_told_by_rank_0(environment, host):
     taken_port(environment, host)
-    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     if host == "no-such-host":
         environment.setattr("socket.getaddrinfo", unknown)
     with pytest.raises(CallerError, match=r"cannot listen at .*MASTER_ADDR"):
@@ -344,7 +344,7 @@ def test_a_first_host_that_is_not_this_one_is_told_by_rank_0(environment, host):
 @pytest.mark.parametrize("number", ["127.0.1.1", "::1"])
 def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_too(environment, number):
     taken_port(environment, "node3")
-    environment.setenv("GRADENGINE_TOKEN", "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     named(environment, node3=[number])
     with connect() as exchange:
         assert exchange.url.startswith("tcp://[::]:2" if socket.has_dualstack_ipv6() else "tcp://0.0.0.0:2")
@@ -355,15 +355,15 @@ def test_a_host_that_its_own_hosts_file_calls_loopback_listens_for_the_others_to
 
 @pytest.mark.parametrize("local", [{}, {"LOCAL_WORLD_SIZE": "2"}], ids=["unknown", "known"])
 def test_where_rank_0_is_told_localhost_and_ranks_elsewhere_its_name_they_meet(environment, local):
-    """As Kubeflow tells them; without a token rank 0 listens on loopback, and ranks elsewhere are told to have one."""
+    """As Kubeflow tells them; without a secret rank 0 listens on loopback, and ranks elsewhere are told to have one."""
     here = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | local
     launched(environment, here | {"RANK": "0", "MASTER_ADDR": "localhost"})
     assert joining(None, None, None, None, None, served=False).url.startswith("tcp://localhost:2")
-    environment.setenv("GRADENGINE_TOKEN", token := "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", secret := "0123456789abcdef0123456789abcdef")
     with connect() as exchange:
         host, port = address_of(exchange.url)
         assert host in {"::", "0.0.0.0"}
-        assert port == address_of(read_address(here, token=token).value)[1]
+        assert port == address_of(read_address(here, secret=secret).value)[1]
         environment.setenv("RANK", "1")
         beside = address_of(joining(None, None, None, None, None, served=False).url)
         assert (own_host(beside[0], "127.0.0.1"), beside[1]) == (host, port)  # which ranks elsewhere reach too

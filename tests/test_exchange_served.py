@@ -10,7 +10,7 @@ import time
 import msgpack
 import pytest
 import strategies as draw
-from channel import TOKEN
+from channel import SECRET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exchange_mesh import call, told_by
@@ -46,9 +46,9 @@ WORLD = 3
 class Served:
     """A server in a thread, for one group."""
 
-    def __init__(self, world_size=WORLD, *, token=None, job="", clock=time.monotonic, **options):
-        self.world_size, self.token, self.job = world_size, token, job
-        self.listener = Listener(("127.0.0.1", 0), token)
+    def __init__(self, world_size=WORLD, *, secret=None, job="", clock=time.monotonic, **options):
+        self.world_size, self.secret, self.job = world_size, secret, job
+        self.listener = Listener(("127.0.0.1", 0), secret)
         self.hub, self.failure, self.is_closing = None, None, False
         self._thread = threading.Thread(target=self._run, args=(clock,), kwargs=options, daemon=True)
         self._thread.start()
@@ -61,14 +61,14 @@ class Served:
 
         try:
             joining = {"timeout": join_timeout, "is_closing": closes, "gives_up": gives_up, "clock": clock}
-            link = link_to_ranks(self.listener, self.world_size, token=self.token, job=self.job, **joining)
+            link = link_to_ranks(self.listener, self.world_size, secret=self.secret, job=self.job, **joining)
             self.hub = Hub(link, clock=clock, **options)
             self.hub.serve(closes)
         except BaseException as fault:
             self.failure = fault
 
     def meeting(self, rank, world_size=None, **options):
-        options = {"token": self.token, "job": self.job or ""} | options
+        options = {"secret": self.secret, "job": self.job or ""} | options
         return Meeting(self.listener.address, rank, world_size or self.world_size, is_served=True, **options)
 
     def exchanges(self):
@@ -137,8 +137,8 @@ def test_any_layout_is_summed_in_rank_order_whatever_the_order_of_arrival(layout
 
 def test_a_server_without_a_job_serves_its_first_ranks_and_that_of_the_next_where_it_left():
     with Served(2, job=None) as server:
-        call(server.listener.address, 0, 2, token=None, job="run 1", called=2).close()
-        first = call(server.listener.address, 1, 2, token=None, job="run 2", called=2)
+        call(server.listener.address, 0, 2, secret=None, job="run 1", called=2).close()
+        first = call(server.listener.address, 1, 2, secret=None, job="run 2", called=2)
         with pytest.raises(HandshakeRefused, match="got job='run 3', expected job='run 2'"):
             server.meeting(0, job="run 3").link(SOON)
         first.close()
@@ -146,7 +146,7 @@ def test_a_server_without_a_job_serves_its_first_ranks_and_that_of_the_next_wher
 
 def test_a_rank_that_is_taken_is_refused_and_another_world_size_ends_the_group():
     with Served(2) as server:
-        first = call(server.listener.address, 0, 2, token=None, called=2)
+        first = call(server.listener.address, 0, 2, secret=None, called=2)
         with pytest.raises(HandshakeRefused, match="rank 0 has joined already"):
             server.meeting(0).link(SOON)
         with pytest.raises(HandshakeRefused, match="rank 1 was started for another world size: got 3, expected 2"):
@@ -174,7 +174,7 @@ def test_ranks_that_never_come_are_named_to_all_that_did():
     now = [0.0]
     with Served(clock=lambda: now[0], join_timeout=60) as server:
         now[0] = 1e9  # nobody has come: there is no hurry
-        first = call(server.listener.address, 1, WORLD, token=None, called=WORLD)
+        first = call(server.listener.address, 1, WORLD, secret=None, called=WORLD)
         now[0] = 2e9
         kind, why = told_by(first)
         assert kind is PeerLost
@@ -190,7 +190,7 @@ def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays_and_sa
         asked.append(since)
         return now[0] - since > 60
 
-    with Served(2, token=TOKEN, clock=lambda: now[0], gives_up=gives_up, join_timeout=60) as server:
+    with Served(2, secret=SECRET, clock=lambda: now[0], gives_up=gives_up, join_timeout=60) as server:
         channel = call(server.listener.address, 1, 2, called=2)
         now[0] = 50.0
         channel.close()
@@ -200,12 +200,12 @@ def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays_and_sa
         call(server.listener.address, 1, 2, called=2).close()
         while 100.0 not in asked:
             threading.Event().wait(0.001)
-        with pytest.raises(HandshakeRefused, match="another token"):
-            server.meeting(1, token="a secret of others").link(SOON)
+        with pytest.raises(HandshakeRefused, match="another secret"):
+            server.meeting(1, secret="a secret of others").link(SOON)
         now[0] = 161.0
         told = str(server.end())
         assert told.startswith("ranks 0, 1 did not join the server within 60 s (join_timeout); start all ranks")
-        assert "(last refused here: rank 1 has another token" in told
+        assert "(last refused here: rank 1 has another secret" in told
 
 
 # ---- what must be alike ----

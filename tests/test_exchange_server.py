@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from channel import TOKEN
+from channel import SECRET
 from interrupts import interrupted_at, places_of
 from test_exchange_mesh import call, told_by
 from transports import (
@@ -65,8 +65,8 @@ def test_what_is_no_name_of_a_job_is_refused(job):
         ({"join_timeout": -1}, "out of range"),
         ({"bucket_bytes": 3}, "out of range"),
         ({"max_arena_bytes": 0}, "out of range"),
-        *(({"address": (host, 0), "token": token}, "there is no token")
-          for host in ("0.0.0.0", "::", "192.0.2.1") for token in (None, "")),
+        *(({"address": (host, 0), "secret": secret}, "there is no secret")
+          for host in ("0.0.0.0", "::", "192.0.2.1") for secret in (None, "")),
     ],
 )  # fmt: skip
 def test_what_a_server_cannot_be_made_with_is_refused(options, says):
@@ -87,10 +87,10 @@ def test_workers_connect_to_its_url_wherever_it_listens(tmp_path):
         with pytest.raises(CallerError, match=f"cannot listen at 127.0.0.1:{server.address[1]}"):
             GradientServer(1, server.address)
     for address, url in ((("0.0.0.0", 0), None), (str(tmp_path / "s"), f"unix://{tmp_path}/s")):
-        with GradientServer(1, address, token=TOKEN) as server:
+        with GradientServer(1, address, secret=SECRET) as server:
             assert url in {None, server.url}
             at = url or f"tcp://127.0.0.1:{server.address[1]}"
-            with connect(at, 0, 1, served=True, token=TOKEN) as exchange:
+            with connect(at, 0, 1, served=True, secret=SECRET) as exchange:
                 [worker] = bound([exchange], SMALL, contributions(SMALL, 1))
                 assert exchange.url == at
                 worker.sum()
@@ -138,7 +138,7 @@ def test_a_lost_group_comes_again_and_its_failure_is_told():
 
 def test_serve_raises_where_not_all_come():
     with GradientServer(2, join_timeout=0.01) as server:
-        first = call(server.address, 0, 2, token=None, called=2)
+        first = call(server.address, 0, 2, secret=None, called=2)
         with pytest.raises(
             PeerLost, match=r"rank 1 did not join the server within 0\.01 s .*; start all ranks"
         ) as raised:
@@ -187,7 +187,7 @@ def test_a_fault_of_the_server_is_told_and_the_next_group_is_served(monkeypatch)
 
 def test_close_ends_serve_and_does_not_wait_for_a_worker_that_never_leaves():
     server = GradientServer(2)
-    first = call(server.address, 0, 2, token=None, called=2)
+    first = call(server.address, 0, 2, secret=None, called=2)
     serving = threading.Thread(target=outcomes, args=(lambda _: server.serve(), [0]))
     serving.start()
     server.close()

@@ -10,7 +10,7 @@ from functools import partial
 
 import certificates
 import pytest
-from channel import TOKEN, Channel, knock
+from channel import SECRET, Channel, knock
 from faulty import Between, Way
 from test_exchange_mesh import Clock, Started, form, start
 from transports import SMALL, SOON, Worker, bound, contributions, leave_together, on_all, rank_order_sum, tcp_pair
@@ -18,7 +18,7 @@ from transports import SMALL, SOON, Worker, bound, contributions, leave_together
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
 from gradengine.exchange.addresses import connect_once
-from gradengine.exchange.environment import token_in
+from gradengine.exchange.environment import secret_in
 from gradengine.exchange.linked import Exchange
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, nameless
@@ -41,7 +41,7 @@ def run(folders):
 
 @pytest.fixture
 def listener():
-    listener = Listener(("127.0.0.1", 0), TOKEN)
+    listener = Listener(("127.0.0.1", 0), SECRET)
     yield listener
     listener.close()
 
@@ -163,10 +163,10 @@ def test_who_has_no_certificate_that_is_taken(listener, folders, tmp_path, of_ra
     refused(listener, *own, by_rank_0, by_rank_1)
 
 
-def test_a_certificate_without_the_token(listener, run, caplog):
+def test_a_certificate_without_the_secret(listener, run, caplog):
     caplog.set_level(logging.INFO, "gradengine.exchange")
-    told = "rank 1 has another token"
-    refused(listener, run, run, told, told, token="another secret of ranks")
+    told = "rank 1 has another secret"
+    refused(listener, run, run, told, told, secret="another secret of ranks")
     assert "rank 0 refuses a connection from 127.0.0.1: " in caplog.text
 
 
@@ -205,14 +205,14 @@ def between(request):
         pytest.skip("sockets without a path are Linux's")
     with contextlib.ExitStack() as stack:
         back, front = (
-            stack.enter_context(contextlib.closing(Listener(("127.0.0.1", 0), TOKEN, is_beside=is_beside)))
+            stack.enter_context(contextlib.closing(Listener(("127.0.0.1", 0), SECRET, is_beside=is_beside)))
             for _ in range(2)
         )
         yield partial(request.param, stack, front, back), back, front
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
-def test_whoever_is_between_two_ranks_with_a_certificate_and_no_token_can_pass_nothing_on(
+def test_whoever_is_between_two_ranks_with_a_certificate_and_no_secret_can_pass_nothing_on(
     between, folders, is_encrypted
 ):
     """But without TLS it can, else this would prove nothing."""
@@ -226,15 +226,15 @@ def test_whoever_is_between_two_ranks_with_a_certificate_and_no_token_can_pass_n
         return
     kind, told = second.error()
     assert kind is HandshakeRefused
-    assert "rank 1 has another token, or is not the one at the other end of TLS" in told
+    assert "rank 1 has another secret, or is not the one at the other end of TLS" in told
     clock.jump(back.address)
-    assert "(last refused here: rank 1 has another token, or is not the one at" in first.error()[1]
+    assert "(last refused here: rank 1 has another secret, or is not the one at" in first.error()[1]
 
 
 def test_ranks_on_one_host_with_certificates_of_their_own_go_on_over_unix_sockets(folders):
     """Where there are such sockets; each rank's proof holds for the certificate of the rank that it called over TCP."""
     own = [Certificates(folders / name) for name in ("node1", "node2", "node1")]
-    with contextlib.closing(Listener(("127.0.0.1", 0), TOKEN, is_beside=sys.platform == "linux")) as near:
+    with contextlib.closing(Listener(("127.0.0.1", 0), SECRET, is_beside=sys.platform == "linux")) as near:
         links = form([Started(near if rank == 0 else near.address, rank, 3, tls=own[rank]) for rank in range(3)])
     assert {link.name for link in links} == ({"shared_memory"} if sys.platform == "linux" else {"tcp"})
 
@@ -280,7 +280,7 @@ def test_what_leaves_the_host_in_plain_is_warned_of_once(run, tmp_path, caplog, 
     def formed(address, tls=None):
         warn_once.cache_clear()
         for _ in range(2):
-            form(start(Listener(address, TOKEN), 2, range(2), tls=tls))
+            form(start(Listener(address, SECRET), 2, range(2), tls=tls))
         return sum("in plain: pass tls=" in said for said in caplog.messages)
 
     assert formed(("127.0.0.1", 0)) == 0
@@ -290,21 +290,21 @@ def test_what_leaves_the_host_in_plain_is_warned_of_once(run, tmp_path, caplog, 
 
 def test_a_secret_that_other_users_can_open_is_warned_of_once(folders, tmp_path, caplog):
     shutil.copytree(folders / "run", tmp_path / "run")
-    token, key = tmp_path / "token", tmp_path / "run" / "tls.key"
-    token.write_text(TOKEN)
+    secret, key = tmp_path / "secret", tmp_path / "run" / "tls.key"
+    secret.write_text(SECRET)
     for mode in (0o600, 0o640, 0o644, 0o600):
-        for path in (key, token):
+        for path in (key, secret):
             path.chmod(mode)
         for _ in range(2):
             Certificates(tmp_path / "run")
-            assert token_in(token) == TOKEN
+            assert secret_in(secret) == SECRET
     assert [
         f"{path}'" in said and f"(mode {mode})" in said
         for said, (mode, path) in zip(
-            caplog.messages, [(640, key), (640, token), (644, key), (644, token)], strict=True
+            caplog.messages, [(640, key), (640, secret), (644, key), (644, secret)], strict=True
         )
     ] == [True] * 4
-    assert all("chmod 600" in said and TOKEN not in said for said in caplog.messages)
+    assert all("chmod 600" in said and SECRET not in said for said in caplog.messages)
 
 
 def test_what_is_no_folder_and_mpi_takes_none(run):
@@ -314,11 +314,11 @@ def test_what_is_no_folder_and_mpi_takes_none(run):
             call()
 
 
-@pytest.mark.parametrize("token", ["", TOKEN], ids=["no token", "token"])
-def test_without_a_token_ranks_of_one_host_need_certificates_too(folders, token):
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])
+def test_without_a_secret_ranks_of_one_host_need_certificates_too(folders, secret):
     """A Unix socket without a path can be called by any user of the host."""
-    first = connect("tcp://127.0.0.1:0", 0, 2, tls=folders / "run", token=token)
-    assert bool(first._link._listener.nearby) is (bool(token) and sys.platform == "linux")
+    first = connect("tcp://127.0.0.1:0", 0, 2, tls=folders / "run", secret=secret)
+    assert bool(first._link._listener.nearby) is (bool(secret) and sys.platform == "linux")
     first.close()
 
 

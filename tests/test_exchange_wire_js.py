@@ -91,12 +91,12 @@ def test_a_checksum_of_any_size_is_the_same(size):
 
 
 @pytest.mark.parametrize("role", ["caller", "called"])
-@pytest.mark.parametrize("token", ["", "ünlocked"])
+@pytest.mark.parametrize("secret", ["", "ünlocked"])
 @pytest.mark.parametrize("channel", [b"", bytes(range(64))], ids=["plain", "TLS"])
-def test_a_proof_is_the_same(role, token, channel):
+def test_a_proof_is_the_same(role, secret, channel):
     hello = Hello(rank=300, world_size=400, job="a job", nonce=bytes(range(32)))
     nonce, group = bytes(range(100, 132)), bytes(16)
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, 7, group]
     bound += [channel] * bool(channel)
-    [found] = in_javascript(proofs=[[token, *bound]])["proofs"]
-    assert found == shown(proof(token, role, hello, nonce, 7, group, channel))
+    [found] = in_javascript(proofs=[[secret, *bound]])["proofs"]
+    assert found == shown(proof(secret, role, hello, nonce, 7, group, channel))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import certificates
 import pytest
-from channel import TOKEN, Channel
+from channel import SECRET, Channel
 from faulty import (
     HEAD,
     SERVED,
@@ -328,15 +328,15 @@ class Place:
         self.called = 2 if self.is_served else 0
         self.tls = Certificates(certificates.folders() / "run") if link == TLS else None
         at = ("127.0.0.1", 0) if link in {"tcp", TLS, SERVED} else str(folder / "s")
-        self.server = Served(2, token=TOKEN, job="run 1", clock=clock, join_timeout=SOON) if self.is_served else None
-        self.listener = self.server.listener if self.server else Listener(at, TOKEN)
+        self.server = Served(2, secret=SECRET, job="run 1", clock=clock, join_timeout=SOON) if self.is_served else None
+        self.listener = self.server.listener if self.server else Listener(at, SECRET)
         self.first = None if self.is_served else self.rank(0)
 
     def rank(self, rank, **options):
         if self.is_served:
             return Joining(lambda: self.server.meeting(rank, **options).link(SOON))
         at = self.listener if rank == 0 else self.listener.address
-        options = {"token": TOKEN, "job": "run 1", "timeout": SOON, "tls": self.tls, "clock": self.clock} | options
+        options = {"secret": SECRET, "job": "run 1", "timeout": SOON, "tls": self.tls, "clock": self.clock} | options
         return Joining(lambda: mesh(at, rank, 2, link=KINDS.get(self.link, "tcp"), **options))
 
     def knock(self):
@@ -366,9 +366,9 @@ def refused(link, folder, words, **options):
     return "refused"
 
 
-@fault("wrong token")
-def wrong_token(link, folder):
-    return refused(link, folder, "rank 1 has another token", token="another secret of all ranks")
+@fault("wrong secret")
+def wrong_secret(link, folder):
+    return refused(link, folder, "rank 1 has another secret", secret="another secret of all ranks")
 
 
 @fault("two jobs")
@@ -385,14 +385,14 @@ def replayed(link, folder):
         with contextlib.closing(here.knock()) as rank:
             rank.send(said)
             nonce, _ = rank.expect(Nonce)
-            proved = Proof(proof(TOKEN, "caller", said, nonce.nonce, here.called, b"", hashes_of(rank._socket)))
+            proved = Proof(proof(SECRET, "caller", said, nonce.nonce, here.called, b"", hashes_of(rank._socket)))
             rank.send(proved)
             rank.expect(Proof)
         once_more = here.knock()
         once_more.send(said)
         once_more.expect(Nonce)
         once_more.send(proved)
-        assert "rank 1 has another token" in refusal_of(once_more)
+        assert "rank 1 has another secret" in refusal_of(once_more)
         here.form()
     return "refused"
 
@@ -428,7 +428,7 @@ def late(link, folder):
 # ---- the table ----
 
 NOT_OVER_THREADS = {"slice", "truncate", "reset", "corrupt", "hole", "kill"}
-NOT_OVER_THREADS |= {"wrong token", "two jobs", "replay", "oversized claim", "late joiner"}
+NOT_OVER_THREADS |= {"wrong secret", "two jobs", "replay", "oversized claim", "late joiner"}
 SLOW = [("kill", "unix"), ("kill", TLS), ("kill", SHARED_MEMORY), ("fork", "unix"), ("fork", TLS)]  # as over tcp
 
 

@@ -240,7 +240,7 @@ class TestNotFinite:
 
     def test_pass_hands_it_to_an_optimizer_that_looks_itself(self):
         parameters = self.PARAMETERS()
-        engine = engine_for(parameters, micro_batches=1, on_non_finite="pass")
+        engine = engine_for(parameters, micro_batches=1, on_non_finite="propagate")
         optimizer = multi_steps(optax.apply_if_finite(optax.sgd(1.0), 5), engine)
         _, state = optimizer.update(self.gradients(math.nan), optimizer.init(parameters), parameters)
         assert int(state.inner_opt_state.notfinite_count) == 1

@@ -150,8 +150,8 @@ def test_ranks_of_two_torchruns_meet_at_a_port_that_is_not_torch_s(script, rende
         common += ["--master-addr", "127.0.0.1", "--master-port", port]
     else:
         common += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a run"]
-    token = {"GRADENGINE_TOKEN": "0123456789abcdef0123456789abcdef"}
-    agents = [started([*common, "--node-rank", rank, "--local-addr", "127.0.0.1", path], **token) for rank in (0, 1)]
+    secret = {"GRADENGINE_SECRET": "0123456789abcdef0123456789abcdef"}
+    agents = [started([*common, "--node-rank", rank, "--local-addr", "127.0.0.1", path], **secret) for rank in (0, 1)]
     output = "".join(map(ended, agents))
     host, mine = re.fullmatch(r"tcp://(.+):(\d+)", groups(output)).groups()
     assert host in {"0.0.0.0", socket.gethostname(), socket.getfqdn()}  # all interfaces, where torchrun says loopback

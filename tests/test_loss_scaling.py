@@ -203,7 +203,7 @@ def test_it_is_not_set_nor_used_by_an_engine_that_does_not_skip(backend):
         with pytest.raises(CallerError, match="dynamic loss scale"):
             engine.step(loss_scale=scale)
     engine.step()
-    for policy in ("raise", "pass"):
+    for policy in ("raise", "propagate"):
         with pytest.raises(CallerError, match="skip"):
             new_engine(backend, on_non_finite=policy)
 

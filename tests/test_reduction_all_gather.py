@@ -27,12 +27,12 @@ class Telling:
     def __init__(self, *others):
         self._others = others
 
-    def gather(self, data):
+    def all_gather(self, data):
         return [data, *self._others]
 
 
-def tell_all(exchange, what, facts):
-    return gathered(exchange.gather(packed(what, facts)))
+def all_gather_object(exchange, what, facts):
+    return gathered(exchange.all_gather(packed(what, facts)))
 
 
 def told(what, facts):
@@ -42,7 +42,7 @@ def told(what, facts):
 @pytest.mark.parametrize("theirs", ["tally of step 3", "loss of step 2", "\x1b[2J\n" * 10**5])
 def test_a_rank_that_is_elsewhere_is_named_in_a_few_printable_lines(theirs):
     with pytest.raises(ExchangeError, match="rank 1 is out of sync") as raised:
-        tell_all(Telling(told(theirs, 1.0)), "loss of step 3", 1.0)
+        all_gather_object(Telling(told(theirs, 1.0)), "loss of step 3", 1.0)
     lines = str(raised.value).split("\n")
     assert len(lines) <= 12
     assert all(line.isprintable() and len(line) < 1500 for line in lines)
@@ -51,8 +51,8 @@ def test_a_rank_that_is_elsewhere_is_named_in_a_few_printable_lines(theirs):
 def test_all_ranks_are_told_the_same_and_name_the_same_one():
     def work(exchange):
         exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress())
-        told.append(tell_all(exchange, "rank", exchange.rank))
-        tell_all(exchange, "loss" if exchange.rank == 2 else "tally", None)
+        told.append(all_gather_object(exchange, "rank", exchange.rank))
+        all_gather_object(exchange, "loss" if exchange.rank == 2 else "tally", None)
 
     told = []
     assert len({str(error) for error in on_ranks(work, 3)}) == 1
@@ -71,13 +71,13 @@ NO_FACTS = [7, [], ["loss"], ["loss", 1, 2], [None, 1], [3, 1], {"loss": 1}]
 @pytest.mark.parametrize("part", [b"", b"\x92\xa4loss" + b"\x91" * 10**6 + b"\xc0", *map(msgpack.packb, NO_FACTS)])
 def test_what_cannot_be_read_is_a_protocol_error(part):
     with pytest.raises(ProtocolError, match="rank 1"):
-        tell_all(Telling(part), "loss", 1.0)
+        all_gather_object(Telling(part), "loss", 1.0)
 
 
 @given(st.binary(max_size=40))
 def test_random_bytes_are_an_exchange_error(part):
     with pytest.raises(ExchangeError, match="rank 1"):
-        tell_all(Telling(part), "loss of step 3", 1.0)
+        all_gather_object(Telling(part), "loss of step 3", 1.0)
 
 
 def held_often():
@@ -125,7 +125,7 @@ def test_what_has_no_text_for_its_name_is_refused():
     ids=range(6),
 )
 def test_what_is_just_within_the_bounds_is_told(fact):
-    assert tell_all(Telling(packed("loss", None)), "loss", fact) == [fact, None]
+    assert all_gather_object(Telling(packed("loss", None)), "loss", fact) == [fact, None]
 
 
 @given(anything)

@@ -79,7 +79,7 @@ def train(exchange, backend, steps=2, layout=SMALL, link="nccl", **options):
 class TestSameBytes:
     @pytest.mark.parametrize(
         ("ranks", "options"),
-        [(2, {"groups": "block", "max_norm": 0.1}), (3, {"average": "per_worker"}), (3, {"average": "sum"})],
+        [(2, {"groups": "block", "max_norm": 0.1}), (3, {"average": "per_worker"}), (3, {"average": "prescaled"})],
     )
     def test_as_over_threads_on_all_ranks_whatever_is_known_or_held(self, device, torch, ranks, options):
         found = on_group(lambda e: train(e, device, 2, LAYOUT, **options), ranks, torch)
@@ -153,7 +153,7 @@ class TestUnused:
 
 
 class TestVerdict:
-    @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
+    @pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
     def test_of_what_is_not_finite_is_the_same_on_all_ranks_and_late(self, device, torch, policy):
         """And moves a dynamic loss scale, whose step is skipped."""
 
@@ -177,15 +177,18 @@ class TestVerdict:
 
         first, second = on_group(one, 2, torch)
         assert first == second
-        assert first[:2] == (("layers.1.w", 3, math.inf, None, 0), float(policy != "pass"))
-        assert any(np.frombuffer(bits, np.float32).any() for bits in first[2].values()) is (policy == "pass")
+        assert first[:2] == (("layers.1.w", 3, math.inf, None, 0), float(policy != "propagate"))
+        assert any(np.frombuffer(bits, np.float32).any() for bits in first[2].values()) is (policy == "propagate")
         assert first[3][4] == 0
         assert np.frombuffer(first[3][-1]["layers.1.w"], np.float32)[3] == (1 / 4 if policy == "skip" else 1 / 8)
 
     @pytest.mark.parametrize(
         ("fault", "policy", "kind", "word"),
         [
-            *(("step", policy, ExchangeError, "rank 1 was in another step") for policy in ("raise", "skip", "pass")),
+            *(
+                ("step", policy, ExchangeError, "rank 1 was in another step")
+                for policy in ("raise", "skip", "propagate")
+            ),
             ("scale", "skip", ExchangeError, "rank 1 had another loss scale"),
             ("nothing", "raise", WindowError, "none of them had a micro-batch"),
             ("weight", "raise", WindowError, r"got 6e\+38 in all"),
@@ -368,7 +371,7 @@ class TestElsewhere:
         def one(exchange):
             backend = available("host") if why == "host" and exchange.rank else device
             layout = part if why == "parts" else SMALL
-            return train(exchange, backend, 1, layout, "threads", on_non_finite="pass")
+            return train(exchange, backend, 1, layout, "threads", on_non_finite="propagate")
 
         first, second = on_group(one, 2, torch)
         assert first == second

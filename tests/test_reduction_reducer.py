@@ -50,7 +50,7 @@ def train(exchange, backend, steps=3, layout=LAYOUT, **options):
 
 class TestSameBytes:
     @pytest.mark.parametrize(
-        ("average", "max_norm"), [("weighted", None), ("per_worker", None), ("sum", None), ("weighted", 0.5)]
+        ("average", "max_norm"), [("weighted", None), ("per_worker", None), ("prescaled", None), ("weighted", 0.5)]
     )
     def test_on_all_ranks_and_those_of_workers_on_the_cpu(self, kernels_of, average, max_norm):
         """Without a bound to the bit; with one to the rounding of a factor, since devices sum squares differently."""
@@ -104,7 +104,7 @@ class TestSameBytes:
 
 
 class TestNonFinite:
-    @pytest.mark.parametrize(("policy", "bad_rank"), [("raise", 0), ("skip", 1), ("pass", 0)])
+    @pytest.mark.parametrize(("policy", "bad_rank"), [("raise", 0), ("skip", 1), ("propagate", 0)])
     def test_is_blamed_on_its_rank_everywhere_at_once(self, kernels_of, policy, bad_rank):
         def one(exchange):
             backend = kernels_of(exchange.rank)
@@ -126,7 +126,7 @@ class TestNonFinite:
             return told, is_zero, result.step, bits_of(result)
 
         first, *others = on_ranks(one, 3)
-        is_zero = {"raise": None, "skip": True, "pass": False}[policy]
+        is_zero = {"raise": None, "skip": True, "propagate": False}[policy]
         assert first[:3] == (("layers.1.w", 3, math.inf, bad_rank, 0), is_zero, 1)
         assert all(other == first for other in others)
 

@@ -21,7 +21,7 @@ class Gathering:
     def __init__(self, *parts):
         self._parts = parts
 
-    def gather(self, data):
+    def all_gather(self, data):
         return [data if part is None else part for part in self._parts]
 
 

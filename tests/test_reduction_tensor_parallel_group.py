@@ -106,7 +106,10 @@ def flat(rows):
 
 shapes = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)])
 all_options = st.fixed_dictionaries(
-    {"average": st.sampled_from(["weighted", "per_worker", "sum"]), "max_norm": st.sampled_from([None, 1.0, 1e6])},
+    {
+        "average": st.sampled_from(["weighted", "per_worker", "prescaled"]),
+        "max_norm": st.sampled_from([None, 1.0, 1e6]),
+    },
     optional={
         "groups": st.sampled_from(["block", "component", "deferred"]),
         "micro_batches": st.just(2),
@@ -172,7 +175,7 @@ UNREADABLE += [["norm", *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1
 
 
 class TestNonFinite:
-    @given(all_places, st.sampled_from(["raise", "skip", "pass"]), all_poisons)
+    @given(all_places, st.sampled_from(["raise", "skip", "propagate"]), all_poisons)
     @settings(max_examples=40)
     def test_is_found_by_all_alike_and_the_next_step_is_good(self, places, policy, poisons):
         """Of what both parts of a worker found the first in the layout is named, with worker and part."""
@@ -212,7 +215,7 @@ class TestNonFinite:
         bad, good = ([whole(d, k) for d in range(dp_size)] for k in (0, 1))
         assert len({norm for *_, norm in rows}) == 1
         assert rows[0][-1] == pytest.approx(norm_of_workers(good), rel=1e-6)
-        if policy == "pass":
+        if policy == "propagate":
             finite = [n for n in SIZES if n not in poisons]
             expected = {n: draw.exact_norm([sum(g[n] for g in bad) / dp_size]) for n in finite}
             for _, norms, _ in rows:
@@ -222,7 +225,7 @@ class TestNonFinite:
     def test_finding_of_another_rank_is_read_with_care(self, found):
         told = msgpack.packb(["finding in step 3", found])
         group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(0, 2)))
-        group.group.exchange = types.SimpleNamespace(world_size=2, gather=lambda mine: [mine, told])
+        group.group.exchange = types.SimpleNamespace(world_size=2, all_gather=lambda mine: [mine, told])
         group.group.is_alone = False
         with pytest.raises(ProtocolError, match="rank 1"):
             group.tell_non_finite(None, "step 3", 3)
@@ -327,8 +330,8 @@ class Faulty:
     def wait(self):
         return self._called("wait", self.exchange.wait)
 
-    def gather(self, data):
-        return self._called("gather", lambda: self.exchange.gather(data))
+    def all_gather(self, data):
+        return self._called("all_gather", lambda: self.exchange.all_gather(data))
 
     def _called(self, name, call):
         self.left -= name == self.call
@@ -356,7 +359,7 @@ WAYS = ["dropped", "kept", "raise", "skip", "unheard"]
 
 class TestRunAgain:
     @pytest.mark.parametrize(
-        ("which", "call"), [("exchange", "wait"), ("exchange", "gather"), ("tp_exchange", "gather")]
+        ("which", "call"), [("exchange", "wait"), ("exchange", "all_gather"), ("tp_exchange", "all_gather")]
     )
     def test_a_step_that_lost_either_group_gives_the_bytes_of_an_undisturbed_one(self, which, call):
         """On rank (1, 1) of the grid, in the sum or in the agreement; all who noticed reconnect and step again."""
@@ -402,11 +405,11 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             exchange, tp_exchange = data_parallel, tensor_parallel
             if (way == "kept" or way == "unheard") and t:
-                tp_exchange = Faulty(tp_exchange, "gather", hears=False)
+                tp_exchange = Faulty(tp_exchange, "all_gather", hears=False)
             elif is_bad:
-                tp_exchange = Faulty(tp_exchange, "gather", count=2)
+                tp_exchange = Faulty(tp_exchange, "all_gather", count=2)
             else:
-                exchange = Faulty(exchange, "gather")
+                exchange = Faulty(exchange, "all_gather")
             engine = engine_of(t, tp_exchange, exchange, on_non_finite="skip" if way == "skip" else "raise")
             good = [part(whole(d, k), t) for k in (0, 1)]
             bad = part(whole(d, 7), t)
@@ -449,7 +452,7 @@ class TestRunAgain:
             d, t = data_parallel.rank, tensor_parallel.rank
             is_dropping = t == is_made
             if is_dropping:
-                data_parallel = Faulty(data_parallel, "gather" if is_made else "wait")
+                data_parallel = Faulty(data_parallel, "all_gather" if is_made else "wait")
             engine, gradients = engine_of(t, tensor_parallel, data_parallel), part(whole(0, 0), t)
             engine.add(gradients)
             if is_dropping:
@@ -478,7 +481,7 @@ class TestLost:
                 forward_backward=lambda batch: (float(d), part(whole(d, batch), t)),
                 apply_gradients=lambda gradients: applied.append(gradients["norm"].tobytes()),
             )
-            row = Faulty(tensor_parallel, "gather") if (d, t) == (0, 1) else tensor_parallel
+            row = Faulty(tensor_parallel, "all_gather") if (d, t) == (0, 1) else tensor_parallel
             trainer = DistributedTrainer(local, data_parallel, layout_of(t, 2), tp_exchange=row, max_norm=1.0)
             try:
                 loss = trainer.train_batch([0])

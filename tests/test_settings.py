@@ -31,7 +31,7 @@ def settings(plan=PLAN, **change):
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(name, bad):
-    do = {"mean": "the mean is 'weighted'", "1": r"pass scaler\.get_scale\(\)"}.get(str(bad), "")
+    do = {"mean": "'weighted' is the mean", "1": r"pass scaler\.get_scale\(\)"}.get(str(bad), "")
     with pytest.raises(CallerError, match=f"{name}.*{do}"):
         GradientEngine(LAYOUT, **{name: bad})
 
@@ -52,11 +52,11 @@ def test_what_all_workers_are_told():
     assert all(isinstance(value, str) for value in found.shared.values())
 
 
-@pytest.mark.parametrize("on_non_finite", ["raise", "skip", "pass"])
+@pytest.mark.parametrize("on_non_finite", ["raise", "skip", "propagate"])
 def test_a_part_of_a_model_is_neither_clipped_nor_skipped_by_itself(on_non_finite):
     part = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2, partitions={"w": "row"})
     found = settings(on_non_finite=on_non_finite)
-    assert (found.raises, found.zero_if_bad) == (on_non_finite == "raise", on_non_finite != "pass")
+    assert (found.raises, found.zero_if_bad) == (on_non_finite == "raise", on_non_finite != "propagate")
     found.refuse_lone_part(LAYOUT)
     unclipped = settings(ClipPlan((0,), (math.inf,)), on_non_finite=on_non_finite)
     clipped = [settings(plan, on_non_finite=on_non_finite) for plan in (PLAN, ClipPlan((0, 1), (math.inf, 2.0)))]

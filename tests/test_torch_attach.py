@@ -107,7 +107,7 @@ class TestAsTorchsOwnLoop:
             "max_norm": data.draw(st.sampled_from([None, 0.1])),
             "hold": data.draw(st.integers(1, 3)),
             "micro_batches": data.draw(st.sampled_from([None, count])),
-            "average": data.draw(st.sampled_from(["weighted", "sum"])),
+            "average": data.draw(st.sampled_from(["weighted", "prescaled"])),
         }
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
         attached, ours, theirs, engines = pair(options, tied=data.draw(st.booleans()), dtype=dtype)
@@ -706,8 +706,8 @@ class TestGradScaler:
         """Over many steps, with a loss that is not finite in some; growth and backoff both come."""
         modules, scalers = [Net(), Net()], [self.scaler(), self.scaler()]
         is_trainers = way == "a trainer steps it"
-        on_non_finite = "pass" if is_trainers else "skip"
-        engine = GradientEngine(layout_of(modules[0]), max_norm=0.05, average="sum", on_non_finite=on_non_finite)
+        on_non_finite = "propagate" if is_trainers else "skip"
+        engine = GradientEngine(layout_of(modules[0]), max_norm=0.05, average="prescaled", on_non_finite=on_non_finite)
         attached = attach(modules[0], engine)
         optimizers = [torch.optim.AdamW(module.parameters(), lr=0.02) for module in modules]
         seen = [[], []]
@@ -747,7 +747,7 @@ class TestGradScaler:
         for is_ours, scaler in zip((True, False), scalers, strict=True):
             nets = {"D": Net(0), "G": Net(1)}
             optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
-            options = {"max_norm": 0.05, "on_non_finite": "pass"}
+            options = {"max_norm": 0.05, "on_non_finite": "propagate"}
             hooks = {n: attach(net, GradientEngine(layout_of(net), **options)) for n, net in nets.items() if is_ours}
             for step, at in enumerate(bad):
                 losses = {"D": loss_of(nets["D"], step), "G": nets["D"](nets["G"](batch(step))).square().mean()}
@@ -809,7 +809,7 @@ class TestGradScaler:
     def test_a_scale_that_grows_without_end(self, unscale):
         """As in bf16, where nothing overflows: growth ends at 2**64, or goes on if it is not updated here."""
         scaler = self.scaler(init_scale=2.0**63, growth_interval=1)
-        attached, ours, *_ = pair({"on_non_finite": "skip" if unscale else "pass"})
+        attached, ours, *_ = pair({"on_non_finite": "skip" if unscale else "propagate"})
         loss_of(ours, 0).backward()
         norm = attached.step().norm
         for _ in range(3):

@@ -80,7 +80,9 @@ def fitted(module, *callbacks, ckpt_path=None, **options):
 
 
 def callback_of(module, **options):
-    return EngineCallback(GradientEngine(layout_of(module), **{"max_norm": MAX_NORM, "average": "sum", **options}))
+    return EngineCallback(
+        GradientEngine(layout_of(module), **{"max_norm": MAX_NORM, "average": "prescaled", **options})
+    )
 
 
 def with_engine(module, *callbacks, engine_options=None, **options):
@@ -108,7 +110,7 @@ def assert_equal(mine, others):
 class TestAsLightningsOwn:
     def test_losses_skips_and_scale_of_a_scaler(self):
         plugins = [fp16(), fp16()]
-        ours = with_engine(Net(bad=(4,)), plugins=plugins[:1], engine_options={"on_non_finite": "pass"})
+        ours = with_engine(Net(bad=(4,)), plugins=plugins[:1], engine_options={"on_non_finite": "propagate"})
         theirs = fitted(Net(bad=(4,)), plugins=plugins[1:], gradient_clip_val=MAX_NORM)
         assert_same(ours, theirs, rtol=1e-3, weights=1e-4)
         assert plugins[0].scaler.state_dict() == plugins[1].scaler.state_dict()

@@ -28,7 +28,7 @@ def net():
 
 
 def engine_of(module, **options):
-    return GradientEngine(layout_of(module), **{"max_norm": MAX_NORM, "average": "sum", **options})
+    return GradientEngine(layout_of(module), **{"max_norm": MAX_NORM, "average": "prescaled", **options})
 
 
 def assert_same(ours, theirs, losses):
@@ -138,7 +138,7 @@ class TestAccelerate:
         """With a scaler where one loss is not finite."""
         ours, theirs = net(), net()
         scalers = [bad and torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
-        engine = engine_of(ours, on_non_finite="pass" if bad else "raise")
+        engine = engine_of(ours, on_non_finite="propagate" if bad else "raise")
         mine, rates = self.train(ours, engine, scalers[0], bad or ())
         other, others = self.train(theirs, None, scalers[1], bad or ())
         assert_same(ours, theirs, (mine, other))

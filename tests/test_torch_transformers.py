@@ -80,7 +80,7 @@ def trainer_of(folder, model, bad=(), scaler=None, compute_loss_func=loss_of, **
 
 def with_engine(trainer, **options):
     """The trainer's callback, and its engine."""
-    engine = GradientEngine(layout_of(trainer.model), **{"max_norm": MAX_NORM, "average": "sum", **options})
+    engine = GradientEngine(layout_of(trainer.model), **{"max_norm": MAX_NORM, "average": "prescaled", **options})
     callback = EngineCallback(engine)
     trainer.add_callback(callback)
     return callback, engine
@@ -144,7 +144,7 @@ class TestAsTrainersOwn:
 
     def test_losses_skips_scale_and_schedule_of_a_scaler(self, tmp_path):
         scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
-        options = {"scalers": scalers, "engine_options": {"on_non_finite": "pass"}, "fp16": True}
+        options = {"scalers": scalers, "engine_options": {"on_non_finite": "propagate"}, "fp16": True}
         ours, theirs = both(tmp_path, bad=(4,), **options)
         assert_same(ours, theirs, weights=1e-4)
         assert scalers[0].state_dict() == scalers[1].state_dict()
@@ -213,7 +213,7 @@ class TestRefused:
 
     def test_what_does_not_belong_together(self, tmp_path):
         ours = trainer_of(tmp_path, llama())
-        engine = GradientEngine(layout_of(llama(lora=False)), average="sum")
+        engine = GradientEngine(layout_of(llama(lora=False)), average="prescaled")
         for given in (EngineCallback, [ours]):
             with pytest.raises(CallerError, match=r"engine .*callbacks=\[EngineCallback\(engine\)\]"):
                 Trainer(ours.model, ours.args, callbacks=[given]) if given is EngineCallback else EngineCallback(*given)

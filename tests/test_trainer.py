@@ -91,7 +91,7 @@ def train(exchange, *, trainer=None, steps=3, each=2, **options):
 
 
 class TestSameWeights:
-    @pytest.mark.parametrize("average", ["weighted", "per_worker", "sum"])
+    @pytest.mark.parametrize("average", ["weighted", "per_worker", "prescaled"])
     def test_all_workers_keep_the_same_weights_after_each_step_on_both_transports(self, average):
         def work(exchange):
             return train(exchange, average=average, check_every=1)
@@ -188,10 +188,10 @@ class TestLoss:
     )
     def test_one_that_another_rank_cannot_have_sent_is_a_protocol_error(self, facts):
         trainer = new_trainer()
-        trainer.engine.tell_all = lambda what, mine: [mine, facts]
+        trainer.engine.all_gather_object = lambda what, mine: [mine, facts]
         with pytest.raises(ProtocolError, match="rank 1 sent an invalid loss"):
             trainer.train_batch([micro_batch(0)])
-        trainer.engine.tell_all = lambda what, mine: [[3.0, 1.0], [math.nan, 0.0]]
+        trainer.engine.all_gather_object = lambda what, mine: [[3.0, 1.0], [math.nan, 0.0]]
         assert trainer.finish_step() == 3.0
 
     @pytest.mark.parametrize("loss", [None, "1.5", True, np.bool_(0), [1.0, 2.0], 10**400], ids=lambda x: str(x)[:9])
@@ -256,8 +256,10 @@ class TestPeers:
             trainer, shares = new_trainer(exchange=exchange, max_norm=0.5, check_every=1), []
             shares += [[micro_batch(100 * step + exchange.rank)] for step in (0, 1)]
             if exchange.rank in who:
-                tell = trainer.engine.tell_all
-                trainer.engine.tell_all = lambda what, facts: lose(exchange) if "digest" in what else tell(what, facts)
+                tell = trainer.engine.all_gather_object
+                trainer.engine.all_gather_object = lambda what, facts: (
+                    lose(exchange) if "digest" in what else tell(what, facts)
+                )
             elif not who and exchange.rank == 1:
                 exchange.close()
             with pytest.raises(PeerLost):
@@ -266,7 +268,7 @@ class TestPeers:
             with pytest.raises(WindowError, match="not finished"):
                 trainer.train_batch([micro_batch(9)])
             if exchange.rank in who:
-                trainer.engine.tell_all = tell
+                trainer.engine.all_gather_object = tell
             trainer.engine.reconnect(spares[exchange.rank])
             return [trainer.finish_step(), trainer.train_batch(shares[1])], digest(trainer), trainer.trainer.applied
 
@@ -290,7 +292,7 @@ STATES = [
     (Batch.READY, None, None, None),
     (Batch.ADDING, "trainer", "forward_backward", KeyboardInterrupt),
     (Batch.ADDED, "engine", "step", PeerLost("gone")),
-    (Batch.ADDED, "engine", "tell_all", KeyboardInterrupt),
+    (Batch.ADDED, "engine", "all_gather_object", KeyboardInterrupt),
     (Batch.APPLYING, "engine", "step", KeyboardInterrupt),
     (Batch.APPLYING, "trainer", "apply_gradients", KeyboardInterrupt),
     (Batch.APPLIED, None, "_compare_weights", KeyboardInterrupt),

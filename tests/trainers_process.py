@@ -27,7 +27,7 @@ def transformers(folder):
     theirs.train()
     ours = single.trainer_of(folder, single.llama(), **options)
     exchange = gradengine.connect(process_group=torch.distributed.group.WORLD)
-    engine = GradientEngine(layout_of(ours.model), max_norm=single.MAX_NORM, average="sum", exchange=exchange)
+    engine = GradientEngine(layout_of(ours.model), max_norm=single.MAX_NORM, average="prescaled", exchange=exchange)
     ours.add_callback(EngineCallback(engine))
     ours.train()
     exchange.close()

@@ -155,32 +155,33 @@ if HAS_SHARED_MEMORY:
 
 
 @contextlib.contextmanager
-def group(transport, world_size, *, token=None, **options):
+def group(transport, world_size, *, secret=None, **options):
     """A group's exchanges in rank order, closed in the end."""
     with contextlib.ExitStack() as stack:
-        exchanges = _exchanges(stack, transport, world_size, token, options)
+        exchanges = _exchanges(stack, transport, world_size, secret, options)
         # Workers leave first, as they do when rank 0 is the last to be done.
         for exchange in exchanges:
             stack.callback(exchange.close)
         yield exchanges
 
 
-def _exchanges(stack, transport, world_size, token, options):
+def _exchanges(stack, transport, world_size, secret, options):
     if transport is Transport.THREADS:
         return local_group(world_size, **options)
     if transport is Transport.SERVER:
-        server = GradientServer(world_size, token=token, **options)
+        server = GradientServer(world_size, secret=secret, **options)
         stack.callback(server.close)
         worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
         return [
-            WorkerClient(server.address, rank, world_size, token=token, **worker_options) for rank in range(world_size)
+            WorkerClient(server.address, rank, world_size, secret=secret, **worker_options)
+            for rank in range(world_size)
         ]
     url = "tcp://127.0.0.1:0"
     if transport is Transport.UNIX:
         url = f"unix://{stack.enter_context(tempfile.TemporaryDirectory(prefix='ge'))}/s"
     options["link"] = transport.value
-    hosted = connect(url, 0, world_size, token=token, **options)
-    return [hosted] + [connect(hosted.url, rank, world_size, token=token, **options) for rank in range(1, world_size)]
+    hosted = connect(url, 0, world_size, secret=secret, **options)
+    return [hosted] + [connect(hosted.url, rank, world_size, secret=secret, **options) for rank in range(1, world_size)]
 
 
 def outcomes(work, arguments):

@@ -116,7 +116,7 @@ GROUPS = {  # what a user says -> the group of a slot
 options = st.fixed_dictionaries(
     {
         "hold": st.integers(1, 4),
-        "average": st.sampled_from(["weighted", "per_worker", "sum"]),
+        "average": st.sampled_from(["weighted", "per_worker", "prescaled"]),
         "groups": st.sampled_from([*GROUPS]),
         "max_norm": st.sampled_from([None, 0.01, 0.3, 30.0]),
         "loss_scale": st.sampled_from([1.0, 2.0**-5, 1000.0]),
@@ -146,7 +146,7 @@ def weight_of(window):
 
 def divisor_of(options, window):
     """What one worker's sum is divided by."""
-    return options["loss_scale"] * (1.0 if options["average"] == "sum" else weight_of(window))
+    return options["loss_scale"] * (1.0 if options["average"] == "prescaled" else weight_of(window))
 
 
 def summed(parts):

@@ -45,9 +45,9 @@ function transfer(tag, payload) {
   return Buffer.concat([first, payload]);
 }
 
-// HMAC-SHA256 with the token as key over msgpack of what is bound.
-function proof(token, bound) {
-  return createHmac("sha256", token).update(encode(bound)).digest();
+// HMAC-SHA256 with the secret as key over msgpack of what is bound.
+function proof(secret, bound) {
+  return createHmac("sha256", secret).update(encode(bound)).digest();
 }
 
 const plain = (object) => ({ ...object, payload: Buffer.from(object.payload) });
@@ -79,6 +79,6 @@ const asked = JSON.parse(readFileSync(0, "utf8"));
 const answer = {
   messages: asked.messages.map(readMessage),
   transfers: asked.transfers.map(readTransfer),
-  proofs: asked.proofs.map(([token, ...bound]) => proof(token, bound.map(bytesOf))),
+  proofs: asked.proofs.map(([secret, ...bound]) => proof(secret, bound.map(bytesOf))),
 };
 process.stdout.write(JSON.stringify(answer, shown));

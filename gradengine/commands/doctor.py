@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from gradengine import __version__
 from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, DeviceUnavailable
-from gradengine.exchange.environment import not_taken, read_job, read_token, read_world
-from gradengine.exchange.rendezvous import read_address, refuse_without_token
+from gradengine.exchange.environment import not_taken, read_job, read_secret, read_world
+from gradengine.exchange.rendezvous import read_address, refuse_without_secret
 from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
@@ -103,9 +103,9 @@ def environment(variables: Mapping[str, str]) -> Rows:
 
 
 def _facts(variables: Mapping[str, str]) -> Rows:
-    world, token, job = read_world(variables), read_token(variables), read_job(variables)
-    address = read_address(variables, token=token.value if token else None)
-    refuse_without_token(address, token.value if token else None)
+    world, secret, job = read_world(variables), read_secret(variables), read_job(variables)
+    address = read_address(variables, secret=secret.value if secret else None)
+    refuse_without_secret(address, secret.value if secret else None)
     certificates, launcher = certificates_of(None), world.launcher
     rows: Rows = {
         "launcher": (launcher.name, launcher.rank),
@@ -114,7 +114,7 @@ def _facts(variables: Mapping[str, str]) -> Rows:
         "local rank": (world.local_rank, launcher.local_rank),
         "local size": (world.local_size, launcher.local_size),
         "address": (address.value, address.source),
-        "token": (f"set ({len(token.value)} characters)" if token else None, token.source if token else ""),
+        "secret": (f"set ({len(secret.value)} characters)" if secret else None, secret.source if secret else ""),
         "tls": (str(certificates.folder) if certificates else None, VARIABLE),
         "job": (job.value or None, job.source),
     }

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from gradengine.exchange import GradientServer
-from gradengine.exchange.environment import read_token, token_in
+from gradengine.exchange.environment import read_secret, secret_in
 
 __all__ = ["serve"]
 
@@ -27,10 +27,10 @@ _TERMINATED = 143  # as shells say it of SIGTERM
 
 def serve(
     world_size: Annotated[int, typer.Option(min=1, help="Number of workers that will connect.")],
-    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a token is needed.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a secret is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token; else $GRADENGINE_TOKEN.")] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="File with the secret; else $GRADENGINE_SECRET.")] = None,
     tls: Annotated[
         Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key; else $GRADENGINE_TLS.")
     ] = None,
@@ -44,13 +44,13 @@ def serve(
     Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
     after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
     """
-    if token_file is not None:
-        token: str | None = token_in(token_file)
+    if secret_file is not None:
+        secret: str | None = secret_in(secret_file)
     else:  # not from an argument, which every user of the machine can read
-        token = found.value if (found := read_token(os.environ)) else None
+        secret = found.value if (found := read_secret(os.environ)) else None
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(
-        world_size, address, token=token, job=job, timeout=timeout, join_timeout=join_timeout, tls=tls
+        world_size, address, secret=secret, job=job, timeout=timeout, join_timeout=join_timeout, tls=tls
     ) as server:  # fmt: skip
         signal.signal(signal.SIGTERM, _terminate)
         console = Console(stderr=True)

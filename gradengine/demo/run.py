@@ -85,13 +85,13 @@ def _train_started(settings: Settings, texts: Texts, say: Say, note: Callable[[o
     with ProcessPool(environment=ENVIRONMENT) as pool:
         workers = [pool.start(f"rank {rank}") for rank in range(settings.workers)]
         say("workers", ", ".join(f"{worker.name}: process {worker.process.pid}" for worker in workers))
-        token, urls = secrets.token_hex(), ["tcp://127.0.0.1:0"] * settings.tensor_parallel
-        pool.give(workers[0], partial(train_at, settings, texts, 0, urls, token))
+        secret, urls = secrets.token_hex(), ["tcp://127.0.0.1:0"] * settings.tensor_parallel
+        pool.give(workers[0], partial(train_at, settings, texts, 0, urls, secret))
         for report in pool.reports():
             if isinstance(report, Listening):
                 say("", "over " + ", ".join(report.urls))
                 for rank, worker in enumerate(workers[1:], 1):
-                    pool.give(worker, partial(train_at, settings, texts, rank, report.urls, token))
+                    pool.give(worker, partial(train_at, settings, texts, rank, report.urls, secret))
             else:
                 note(report)
 

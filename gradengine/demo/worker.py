@@ -111,9 +111,9 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
     )
 
 
-def train_at(settings: Settings, texts: Texts, rank: int, urls: Sequence[str], token: str, report: Report) -> None:
+def train_at(settings: Settings, texts: Texts, rank: int, urls: Sequence[str], secret: str, report: Report) -> None:
     """Train as a rank in a process of its own; rank 0 listens at a URL for each shard, and reports them."""
-    group = partial(connect, rank=rank, world_size=settings.workers, token=token, timeout=_TIMEOUT_SECONDS)
+    group = partial(connect, rank=rank, world_size=settings.workers, secret=secret, timeout=_TIMEOUT_SECONDS)
     with ExitStack() as stack:
         exchanges = [stack.enter_context(group(url)) for url in urls]
         if rank == 0:
@@ -137,7 +137,7 @@ def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report:
     (tp,) = tensor_parallel_group(1)
     with exchange:
         end = _finished(settings, exchange.rank, [_make_steps(settings, texts, exchange, tp, report)])
-        digests = exchange.gather(end.digest.encode())
+        digests = exchange.all_gather(end.digest.encode())
     for rank, digest in enumerate(digests):
         report(end if rank == end.rank else Finished(rank, digest.decode(), {}))
 

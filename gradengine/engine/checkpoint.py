@@ -16,7 +16,7 @@ from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
 from gradengine.engine.settings import Settings
-from gradengine.errors import CallerError, LayoutMismatch
+from gradengine.errors import RENAMED, CallerError, LayoutMismatch, renamed
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
 from gradengine.layout.layout import layout_from_table
@@ -96,7 +96,10 @@ def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Se
     found = {name: _array(state, name) for name in _FIELDS}
     _refuse_other_layout(found["layout"].tobytes(), layout)
     _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, settings.micro_batches)
-    _refuse_other_setting("average", found["average"].tobytes().decode(errors="replace"), settings.average)
+    average = found["average"].tobytes().decode(errors="replace")
+    if average in RENAMED:
+        raise renamed(average, do=f"write state['average'] = np.frombuffer(b'{RENAMED[average]}', np.uint8)")
+    _refuse_other_setting("average", average, settings.average)
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)

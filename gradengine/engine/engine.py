@@ -56,15 +56,15 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         max_norm: Bound of the global norm, or one bound for each group, by name. None (default) clips nothing; the norm
             is measured all the same. 0 is refused.
         exchange: Sums over workers; None for one worker. For a part of a model: over the workers with the same part.
-        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "pass" the gradient on
+        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "propagate" the gradient
             unclipped: with groups only the group that holds it, while each other group keeps its bound.
         micro_batches: Micro-batches in a window, if known: the last one measures the norm in the same pass, and its
             spans are sent to the other workers at once. More are refused, of any block, as fewer are by `step()`.
         hold: Micro-batches kept by reference and added in one pass; their buffers must stay unchanged until then.
         groups: Components that share a norm: None (all), "block", "component", a mapping name -> group, or a function.
         average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
-            "sum" the weighted sum, for a loss that was divided before backward, as HF Trainer, Accelerate and Lightning
-            do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
+            "prescaled" the weighted sum, for a loss that was scaled before backward, as HF Trainer, Accelerate and
+            Lightning do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
             A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
@@ -154,12 +154,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     @property
     def on_non_finite(self) -> OnNonFinite:
-        """What is done with a gradient that is not finite: "raise", "skip" or "pass"."""
+        """What is done with a gradient that is not finite: "raise", "skip" or "propagate"."""
         return self._settings.on_non_finite
 
     @property
     def average(self) -> Average:
-        """What the sum is divided by: "weighted", "per_worker" or "sum"."""
+        """What the sum is divided by: "weighted", "per_worker" or "prescaled"."""
         return self._settings.average
 
     @property
@@ -392,7 +392,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         return self._state.now is not State.EMPTY
 
     @whole
-    def tell_all(self, what: str, facts: object) -> list[Any]:
+    def all_gather_object(self, what: str, facts: object) -> list[Any]:
         """Send facts to all workers and return every worker's, in rank order; once for each `what` in a step.
 
         Args:
@@ -405,7 +405,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 
         Example:
-            >>> GradientEngine(GradientLayout.of([(2,)])).tell_all("loss of step 0", 2.5)
+            >>> GradientEngine(GradientLayout.of([(2,)])).all_gather_object("loss of step 0", 2.5)
             [2.5]
         """
         return self._reducer.workers.tell(what, facts)

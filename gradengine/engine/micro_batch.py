@@ -79,7 +79,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
                 "a layer that adds to the arena itself multiplies by no weight",
                 got=f"weight {self._weight}",
                 expected="1",
-                do='scale the loss, and build the engine with average="sum"',
+                do='scale the loss, and build the engine with average="prescaled"',
             )
         self._begin_with({})
         self._accumulator.flush(self._accumulator.layout.slots)

@@ -54,7 +54,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     @property
     def norm(self) -> Any:
-        """Global norm of the averaged gradient (of the sum, with `average="sum"`), before clipping."""
+        """Global norm of the averaged gradient (of the sum, with `average="prescaled"`), before clipping."""
         return self._decision.norm
 
     @property

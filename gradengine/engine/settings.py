@@ -11,10 +11,10 @@ from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
 
-_OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "gather", "close")
+_OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "all_gather", "close")
 
-OnNonFinite: TypeAlias = Literal["raise", "skip", "pass"]
-Average: TypeAlias = Literal["weighted", "per_worker", "sum"]
+OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
+Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
 
 @final
@@ -28,13 +28,14 @@ class Settings:
         average: Average,
         micro_batches: int | None,
     ) -> None:
-        refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "pass"))
-        refuse_unknown("average", average, ("weighted", "per_worker", "sum"), do="the mean is 'weighted'")
+        refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "propagate"))
+        do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
+        refuse_unknown("average", average, ("weighted", "per_worker", "prescaled"), do=do)
         self.plan = plan
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         # Zeros also where it raises: a GPU's error is raised by a later call, after the gradients were handed back.
         self.on_non_finite = on_non_finite
-        self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "pass"
+        self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "propagate"
         self.average = average
         #: Settings that must be the same on all workers; each step compares them.
         self.shared = {
@@ -71,7 +72,7 @@ class Settings:
                 "one part of a model cannot be clipped or skipped by itself",
                 got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
                 expected="tp_exchange=, over the ranks with the other parts",
-                do="or build the engine with max_norm=None and on_non_finite='raise' or 'pass'",
+                do="or build the engine with max_norm=None and on_non_finite='raise' or 'propagate'",
             )
 
 

@@ -301,7 +301,7 @@ class DistributedTrainer(Fixed):
 
     def _global_loss(self) -> float:
         mine = (ordered_sum(loss * weight for loss, weight in self._losses), ordered_sum(w for _, w in self._losses))
-        told = self.engine.tell_all(f"loss of step {self.step}", list(mine))
+        told = self.engine.all_gather_object(f"loss of step {self.step}", list(mine))
         sums = [_loss_and_weight(rank, facts) for rank, facts in enumerate(told)]
         total = ordered_sum(weight for _, weight in sums)
         return ordered_sum(loss for loss, weight in sums if weight) / total if total else math.nan
@@ -310,7 +310,7 @@ class DistributedTrainer(Fixed):
         digests = []
         if self.engine.exchange is not None:
             mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
-            digests = self.engine.tell_all(f"digest of weights after step {self.step}", mine)
+            digests = self.engine.all_gather_object(f"digest of weights after step {self.step}", mine)
         self._batch = Batch.FINISHED
         for rank, digest in enumerate(digests):
             if digest != digests[0]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradengine.arguments import as_index, said, truth_value
-from gradengine.errors import CallerError
+from gradengine.errors import CallerError, refuses_renamed
 from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.environment import job_or_launchers, launcher_of
 from gradengine.exchange.interface import (
@@ -47,12 +47,13 @@ __all__ = [
 ]
 
 
+@refuses_renamed
 def connect(
     url: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     *,
-    token: str | None = None,
+    secret: str | None = None,
     job: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
@@ -84,8 +85,8 @@ def connect(
             variables: a Unix socket if all are on one host, else a port of the first host.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        token: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None:
-            that in GRADENGINE_TOKEN, or in the file named by GRADENGINE_TOKEN_FILE.
+        secret: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None:
+            that in GRADENGINE_SECRET, or in the file named by GRADENGINE_SECRET_FILE.
         job: The name of this run, the same on all ranks, which keeps apart two runs that use one address. None: that in
             GRADENGINE_JOB, or the launcher's (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": no name.
         timeout: Seconds without any progress after which waiting ranks fail.
@@ -100,13 +101,13 @@ def connect(
             certificates of one authority (docs/tls.md), and NCCL moves no gradients. None: that in GRADENGINE_TLS; if
             there is none, data is sent in plain.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is the default one,
-            which is None before `init_process_group`. Not together with url, token, job or served.
-        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, token, job, link,
+            which is None before `init_process_group`. Not together with url, secret, job or served.
+        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, secret, job, link,
             served or tls: MPI's own messages are not encrypted.
 
     Raises:
-        CallerError: A bad URL, rank, job or token; an address beyond loopback without a token; an address at which rank
-            0 cannot listen; an argument that is neither given nor in the environment; or one that contradicts the
+        CallerError: A bad URL, rank, job or secret; an address beyond loopback without a secret; an address at which
+            rank 0 cannot listen; an argument that is neither given nor in the environment; or one that contradicts the
             communicator or process group, or is not needed with it; or a file of TLS cannot be used.
         DeviceUnavailable: mpi4py or its MPI library is missing; or `link` is "shared_memory" and the system has none.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
@@ -119,7 +120,7 @@ def connect(
     served, certificates = truth_value("served", served), certificates_of(tls)
     group: Link | Meeting
     if process_group is not None or communicator is not None or is_over_mpi(url):
-        given = {"token": token, "job": job, "link": link, "served": served or None, "tls": tls}
+        given = {"secret": secret, "job": job, "link": link, "served": served or None, "tls": tls}
         _refuse_of_sockets(url, process_group, communicator, given)
         url, seconds = None, checked_seconds("join_timeout", join_timeout)
         if process_group is not None:
@@ -127,9 +128,9 @@ def connect(
         else:
             url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
     else:
-        url, rank, world_size, token = joining(url, rank, world_size, token, job, served=served)
+        url, rank, world_size, secret = joining(url, rank, world_size, secret, job, served=served)
         job, at = job_or_launchers(job), address_of(url)
-        group = Meeting(at, rank, world_size, token=token, job=job, link=link, is_served=served, tls=certificates)
+        group = Meeting(at, rank, world_size, secret=secret, job=job, link=link, is_served=served, tls=certificates)
     try:
         _refuse_other_place(group, rank, world_size)
         # NCCL would send the gradients in plain.
@@ -142,6 +143,7 @@ def connect(
         raise
 
 
+@refuses_renamed
 def connect_if_launched(**options: Any) -> Exchange | None:
     """Return `connect(**options)` if a launcher started this process, else None: for a script that may run alone.
 
@@ -171,7 +173,7 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, g
         given = {name: value for name, value in given.items() if name not in {"link", "tls"}}
     why = {
         "url": "the group says who its ranks are, and how they reach each other",
-        "token": "no process outside of the group can join",
+        "secret": "no process outside of the group can join",
         "link": "bytes are sent over the communicator",
         "job": "the ranks are those of one group, whatever other jobs run",
         "served": "there is no server, each rank sums a share",

@@ -33,14 +33,14 @@ def checked_address(address: Address) -> Address:
     raise CallerError("not a valid address", got=said(address), expected="(host, port) or the path of a Unix socket")
 
 
-def refuse_public_address(address: Address, token: str | None) -> None:
-    """Raise `CallerError` for an address that other machines can reach, if there is no token."""
-    if isinstance(address, str) or token or address[0] in LOOPBACK:
+def refuse_public_address(address: Address, secret: str | None) -> None:
+    """Raise `CallerError` for an address that other machines can reach, if there is no secret."""
+    if isinstance(address, str) or secret or address[0] in LOOPBACK:
         return
     raise CallerError(
-        f"{shown(address)} is reachable from other machines and there is no token",
-        expected="a loopback address, or a token",
-        do="give every worker the same token (token=, GRADENGINE_TOKEN or GRADENGINE_TOKEN_FILE)",
+        f"{shown(address)} is reachable from other machines and there is no secret",
+        expected="a loopback address, or a secret",
+        do="give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)",
     )
 
 
@@ -51,15 +51,15 @@ def refuse_long_path(path: str) -> None:
         raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
 
 
-def refuse_other_user(connection: socket.socket, token: str | None) -> None:
-    """Raise `HandshakeRefused` for a connection at a path with another user than root, if there is no token."""
-    if token or not _is_at_path(connection) or (user := user_at(connection)) in {0, os.geteuid()}:
-        return  # a token proves both ends
+def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
+    """Raise `HandshakeRefused` for a connection at a path with another user than root, if there is no secret."""
+    if secret or not _is_at_path(connection) or (user := user_at(connection)) in {0, os.geteuid()}:
+        return  # a secret proves both ends
     raise HandshakeRefused(
         "another user is at the other end of the Unix socket",
         got=f"user {user}",
         expected=f"user {os.geteuid()}",
-        do="choose a folder that only you can write to, or give every rank the same token",
+        do="choose a folder that only you can write to, or give every rank the same secret",
     )
 
 

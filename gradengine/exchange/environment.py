@@ -1,4 +1,4 @@
-"""Reads a launcher's environment variables: rank, world size, token and job, each with the variable it is from.
+"""Reads a launcher's environment variables: rank, world size, secret and job, each with the variable it is from.
 
 `LAUNCHERS` begins with the innermost: under mpiexec or in a Slurm job, what torchrun started has torchrun's ranks.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from gradengine.arguments import MOST_RANKS, checked_rank, whole_number
-from gradengine.errors import CallerError
-from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_token
+from gradengine.errors import CallerError, renamed
+from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_secret
 from gradengine.exchange.tls import content_of
 
 JOBS = (
@@ -29,7 +29,7 @@ JOBS = (
     "LSB_JOBID",  # LSF's, the same in the whole of an array: LSB_JOBINDEX is its index, 0 outside
 )
 
-_MOST_TOKEN_BYTES = 4096
+_MOST_SECRET_BYTES = 4096
 
 
 @final
@@ -172,35 +172,38 @@ def not_taken(environment: Mapping[str, str]) -> list[str]:
     return [", ".join(f"{name}={value}" for name, value in zip(*other, strict=True)) for other in others]
 
 
-def read_token(environment: Mapping[str, str]) -> Fact | None:
-    """The group's secret, from GRADENGINE_TOKEN or the file named by GRADENGINE_TOKEN_FILE; None without both.
+def read_secret(environment: Mapping[str, str]) -> Fact | None:
+    """The group's secret, from GRADENGINE_SECRET or the file named by GRADENGINE_SECRET_FILE; None without both.
 
     Raises:
-        CallerError: The file cannot be read, the token is too short, or both are set and differ.
+        CallerError: The file cannot be read, the secret is too short, both are set and differ, or an old name is set.
     """
+    for old in ("GRADENGINE_TOKEN", "GRADENGINE_TOKEN_FILE"):
+        if environment.get(old):
+            raise renamed(old)
     found = []
-    if value := environment.get("GRADENGINE_TOKEN"):
-        refuse_bad_token(value, "the token of GRADENGINE_TOKEN")
-        found.append(Fact(value.strip(), "GRADENGINE_TOKEN"))
-    if path := environment.get("GRADENGINE_TOKEN_FILE"):
-        found.append(Fact(token_in(path, " (of GRADENGINE_TOKEN_FILE)"), "GRADENGINE_TOKEN_FILE"))
-        refuse_bad_token(found[-1].value, "the token of GRADENGINE_TOKEN_FILE")
+    if value := environment.get("GRADENGINE_SECRET"):
+        refuse_bad_secret(value, "the secret of GRADENGINE_SECRET")
+        found.append(Fact(value.strip(), "GRADENGINE_SECRET"))
+    if path := environment.get("GRADENGINE_SECRET_FILE"):
+        found.append(Fact(secret_in(path, " (of GRADENGINE_SECRET_FILE)"), "GRADENGINE_SECRET_FILE"))
+        refuse_bad_secret(found[-1].value, "the secret of GRADENGINE_SECRET_FILE")
     if len({fact.value for fact in found}) > 1:
-        raise CallerError("GRADENGINE_TOKEN and GRADENGINE_TOKEN_FILE hold different tokens", do="unset one of them")
+        raise CallerError("GRADENGINE_SECRET and GRADENGINE_SECRET_FILE hold different secrets", do="unset one of them")
     return found[0] if found else None
 
 
-def token_in(path: str | Path, named_by: str = "") -> str:
-    """The only line of a file; raises `CallerError` if it cannot be read, is empty or longer than any token."""
+def secret_in(path: str | Path, named_by: str = "") -> str:
+    """The only line of a file; raises `CallerError` if it cannot be read, is empty or longer than any secret."""
     try:
-        token = content_of(path, _MOST_TOKEN_BYTES + 1, is_secret=True).decode().strip()
+        secret = content_of(path, _MOST_SECRET_BYTES + 1, is_secret=True).decode().strip()
     except (OSError, ValueError) as fault:
         reason = "not UTF-8" if isinstance(fault, UnicodeError) else getattr(fault, "strerror", None) or fault
-        raise CallerError(f"cannot read the token from {str(path)!r}{named_by}: {reason}") from None
-    if not token or len(token) > _MOST_TOKEN_BYTES or len(token.splitlines()) > 1:
-        got = "more than a line" if token else "an empty file"
-        raise CallerError(f"there is no token in {str(path)!r}{named_by}", got=got, expected="one line")
-    return token
+        raise CallerError(f"cannot read the secret from {str(path)!r}{named_by}: {reason}") from None
+    if not secret or len(secret) > _MOST_SECRET_BYTES or len(secret.splitlines()) > 1:
+        got = "more than a line" if secret else "an empty file"
+        raise CallerError(f"there is no secret in {str(path)!r}{named_by}", got=got, expected="one line")
+    return secret
 
 
 def read_job(environment: Mapping[str, str]) -> Fact:

@@ -1,8 +1,8 @@
-"""Mutual authentication by a shared token, and comparison of job and world size; no I/O.
+"""Mutual authentication by a shared secret, and comparison of job and world size; no I/O.
 
 Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, the rank
 that is called, the group and, over TLS, both certificates, so that it can be neither replayed, reflected nor passed on.
-The token is never sent.
+The secret is never sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradengine.errors import (
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
 
 MAX_JOB_CHARACTERS = 256
-LEAST_TOKEN_CHARACTERS = 16
+LEAST_SECRET_CHARACTERS = 16
 _DO = "create one with `openssl rand -hex 16` and use it on all ranks"
 
 
@@ -35,16 +35,16 @@ def new_nonce() -> bytes:
 
 
 def proof(
-    token: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes, channel: bytes = b""
+    secret: str | None, role: str, hello: Hello, nonce: bytes, called: int, group: bytes, channel: bytes = b""
 ) -> bytes:
-    """The HMAC of this handshake under the token; None means an empty token.
+    """The HMAC of this handshake under the secret; None means an empty secret.
 
     `role` is "caller" or "called"; `called` is the rank that is called, the world size for a server, and `nonce` its
     nonce. `channel` is `Line.channel`.
     """
     bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
     bound += [channel] if channel else []
-    return hmac.new((token or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
+    return hmac.new((secret or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
 
 
 def check_hello(hello: Hello, world_size: int) -> None:
@@ -62,29 +62,29 @@ def check_hello(hello: Hello, world_size: int) -> None:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
 
 
-def refuse_bad_token(token: str | None, source: str = "token") -> None:
-    """Raise `CallerError` unless the token is None, empty (there is none), or text that is not guessed.
+def refuse_bad_secret(secret: str | None, source: str = "secret") -> None:
+    """Raise `CallerError` unless the secret is None, empty (there is none), or text that is not guessed.
 
-    Whoever hears a proof can compare it with those of any number of tokens; only the length makes that hopeless.
+    Whoever hears a proof can compare it with those of any number of secrets; only the length makes that hopeless.
     """
-    if token is None:
+    if secret is None:
         return
-    refuse_other_kind(source, token, str)
-    if not token.isascii():
-        _refuse_surrogates(token, source)
-    if token and len(token.strip()) < LEAST_TOKEN_CHARACTERS:
+    refuse_other_kind(source, secret, str)
+    if not secret.isascii():
+        _refuse_surrogates(secret, source)
+    if secret and len(secret.strip()) < LEAST_SECRET_CHARACTERS:
         raise CallerError(
             f"{source} is too short",
-            got=f"{len(token.strip())} characters",
-            expected=f"at least {LEAST_TOKEN_CHARACTERS}",
+            got=f"{len(secret.strip())} characters",
+            expected=f"at least {LEAST_SECRET_CHARACTERS}",
             do=_DO,
         )
 
 
-def _refuse_surrogates(token: str, source: str) -> None:
+def _refuse_surrogates(secret: str, source: str) -> None:
     """Raise `CallerError` for text that has no UTF-8, as of a variable with other bytes; the error does not show it."""
     try:
-        token.encode()
+        secret.encode()
     except UnicodeEncodeError:
         raise CallerError(f"{source} is not UTF-8", do=_DO) from None
 
@@ -119,7 +119,7 @@ def is_same_proof(given: bytes, expected: bytes) -> bool:
 def refuse_other_proof(given: bytes, expected: bytes, who: str, *, is_encrypted: bool = False) -> None:
     """Raise `HandshakeRefused` unless a proof is the expected one."""
     if not is_same_proof(given, expected):
-        what, do = f"{who} has another token", "start all with the same token="
+        what, do = f"{who} has another secret", "start all with the same secret="
         if is_encrypted:
             what += ", or is not the one at the other end of TLS"
             do += ", and connect them directly: a proxy that decrypts TLS is refused"

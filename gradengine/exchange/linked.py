@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 import msgpack
 
 from gradengine.arguments import whole_number
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, Fixed, NotCopied, PeerLost, WindowError
+from gradengine.errors import (
+    CallerError,
+    DeadlineExceeded,
+    ExchangeError,
+    Fixed,
+    NotCopied,
+    PeerLost,
+    WindowError,
+    refuses_renamed,
+)
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.comparison import (
     Hello,
@@ -198,7 +207,7 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
                 exchange does not sum: it only gathers.
 
         Raises:
-            HandshakeRefused: The ranks differ in layout (the rows are shown), world size, step or token.
+            HandshakeRefused: The ranks differ in layout (the rows are shown), world size, step or secret.
             PeerLost: The server or a worker did not join in time.
         """
         if not isinstance(arena, DeviceArena):
@@ -262,7 +271,7 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         self._progress.took = Seconds(max(0.0, pump.moved_at - self._began), self._clock() - waits)
         return tuple(all_reduce.bad)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """All-gather: every rank's `data`, in rank order, on every rank; at most 16 MiB each.
 
         Raises:
@@ -281,7 +290,7 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         Raises:
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
-        self.gather(b"")
+        self.all_gather(b"")
 
     def close(self) -> None:
         """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""
@@ -430,7 +439,7 @@ class WorkerClient(Exchange):
         address: The server's address: (host, port), or the path of a Unix socket.
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        token: The group's secret.
+        secret: The group's secret.
         job: As for `connect`, like timeout, join_timeout and tls.
 
     Raises:
@@ -438,20 +447,21 @@ class WorkerClient(Exchange):
             used.
     """
 
+    @refuses_renamed
     def __init__(
         self,
         address: Address,
         rank: int,
         world_size: int,
         *,
-        token: str | None = None,
+        secret: str | None = None,
         job: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
         tls: str | os.PathLike[str] | None = None,
     ) -> None:
         job, certificates = job_or_launchers(job), certificates_of(tls)
-        meeting = Meeting(address, rank, world_size, token=token, job=job, is_served=True, tls=certificates)
+        meeting = Meeting(address, rank, world_size, secret=secret, job=job, is_served=True, tls=certificates)
         super().__init__(meeting, timeout=timeout, join_timeout=join_timeout)
 
 

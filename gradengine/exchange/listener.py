@@ -17,7 +17,7 @@ from gradengine.exchange.addresses import (
     listen_socket,
     refuse_public_address,
 )
-from gradengine.exchange.handshake import refuse_bad_token
+from gradengine.exchange.handshake import refuse_bad_secret
 from gradengine.exchange.links.sockets import close_in_children
 
 _PREFIX = "\0gradengine-"
@@ -29,7 +29,7 @@ class Listener(NotCopied, instead="make one in the process that listens"):
 
     Args:
         address: (host, port), port 0 for any free one; or the path of a Unix socket: a stale one is removed.
-        token: The group's secret; required beyond loopback.
+        secret: The group's secret; required beyond loopback.
         is_beside: Whether to listen also at a Unix socket without a path, for ranks on the same host, where there are
             such sockets (Linux).
 
@@ -39,13 +39,13 @@ class Listener(NotCopied, instead="make one in the process that listens"):
         beside: The name of the Unix socket, "" if there is none; `nearby` is that socket, in a list.
 
     Raises:
-        CallerError: The address cannot be bound, or it is beyond loopback and there is no token.
+        CallerError: The address cannot be bound, or it is beyond loopback and there is no secret.
     """
 
-    def __init__(self, address: Address, token: str | None = None, *, is_beside: bool = False) -> None:
+    def __init__(self, address: Address, secret: str | None = None, *, is_beside: bool = False) -> None:
         address = checked_address(address)
-        refuse_bad_token(token)
-        refuse_public_address(address, token)
+        refuse_bad_secret(secret)
+        refuse_public_address(address, secret)
         self.address, self.beside = address, ""
         self.nearby: list[socket.socket] = []
         self.socket = listen_socket(address, is_private=True)

@@ -1,6 +1,6 @@
 """Connects ranks over sockets, each with each other, or all with one server; without a thread.
 
-Rank 0 listens at an address that all know. Each other rank calls it, both prove that they have the token, and then the
+Rank 0 listens at an address that all know. Each other rank calls it, both prove that they have the secret, and then the
 rank listens too and tells rank 0 its address. When all have called, rank 0 sends each the list of these addresses and
 the group's random identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves
 itself again.
@@ -49,7 +49,7 @@ from gradengine.exchange.handshake import (
     new_nonce,
     proof,
     refuse_bad_job,
-    refuse_bad_token,
+    refuse_bad_secret,
     refuse_other_job,
     refuse_other_proof,
 )
@@ -89,7 +89,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         address: Rank 0's address, or the server's.
         rank: This rank.
         world_size: Ranks in the group.
-        token: The group's secret.
+        secret: The group's secret.
         job: The job's name.
         link: One of `LINKS`, for all ranks; None on rank 0: the best for the ranks' hosts; on other ranks: rank 0's.
         is_served: Whether a server, not a rank, listens at the address; then `link` must be None.
@@ -111,16 +111,16 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         rank: int,
         world_size: int,
         *,
-        token: str | None = None,
+        secret: str | None = None,
         job: str = "",
         link: str | None = None,
         is_served: bool = False,
         tls: Certificates | None = None,
     ) -> None:
         self.rank, self.world_size = checked_rank(rank, world_size)
-        refuse_bad_token(token)
+        refuse_bad_secret(secret)
         refuse_bad_job(job)
-        self._token, self._job, self._at = token, job, checked_address(address)
+        self._secret, self._job, self._at = secret, job, checked_address(address)
         self._is_served, self._link, self._tls = is_served, link, tls
         refuse_other_link(link, self._at)
         if is_served and link is not None:
@@ -128,14 +128,14 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             raise CallerError(what, do="leave link out")
         is_here = isinstance(self._at, str) or self._at[0] in LOOPBACK
         # Any user of this host may call a Unix socket without a path, and needs no certificate for it.
-        is_safe = tls is None or bool(token) or isinstance(self._at, str)
+        is_safe = tls is None or bool(secret) or isinstance(self._at, str)
         is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory() and is_safe
         self.shares_memory = link == "shared_memory" or is_best
         if isinstance(self._at, str) and self.world_size > 1 and not is_served:
             refuse_long_path(f"{self._at}.{self.world_size - 1}")
         self._listener: Listener | None = None
         if self.rank == 0 and not is_served:
-            self._listener = Listener(self._at, token, is_beside=link != "tcp" and is_safe)
+            self._listener = Listener(self._at, secret, is_beside=link != "tcp" and is_safe)
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
@@ -146,12 +146,12 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             clock: The clock of all seconds here.
 
         Raises:
-            HandshakeRefused: Ranks have another token, job or world size, or the same rank; or cannot reach each other;
-                or TLS fails between them.
+            HandshakeRefused: Ranks have another secret, job or world size, or the same rank; or cannot reach each
+                other; or TLS fails between them.
             PeerLost: Not all ranks joined in time; the error names the missing ones.
             ProtocolError: The process that answers at the address is not a rank.
         """
-        joining = _Joining(self.rank, self.world_size, self._token, self._job, timeout, clock, self._link, self._tls)
+        joining = _Joining(self.rank, self.world_size, self._secret, self._job, timeout, clock, self._link, self._tls)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
         if self._listener is not None:
@@ -168,7 +168,7 @@ def link_to_ranks(
     listener: Listener,
     world_size: int,
     *,
-    token: str | None,
+    secret: str | None,
     job: str | None,
     timeout: float,
     is_closing: Callable[[], bool],
@@ -181,7 +181,7 @@ def link_to_ranks(
     Args:
         listener: The server's listener, which goes on listening.
         world_size: Ranks in the group.
-        token: The group's secret.
+        secret: The group's secret.
         job: The job's name; None for that of the first rank that calls.
         timeout: Seconds that the first rank waits for the others.
         is_closing: Called while this waits for ranks; returns whether the server ends.
@@ -191,9 +191,9 @@ def link_to_ranks(
 
     Raises:
         PeerLost: As `Meeting.link`; or the server ends.
-        HandshakeRefused: A rank with the token has another world size.
+        HandshakeRefused: A rank with the secret has another world size.
     """
-    joining = _Joining(world_size, world_size, token, job, timeout, clock, tls=tls)
+    joining = _Joining(world_size, world_size, secret, job, timeout, clock, tls=tls)
     joining.is_closing, joining.gives_up = is_closing, gives_up
     return joining.link(partial(joining.host, listener))
 
@@ -206,14 +206,14 @@ class _Joining:
         self,
         rank: int,
         world_size: int,
-        token: str | None,
+        secret: str | None,
         job: str | None,
         timeout: float,
         clock: Callable[[], float],
         link: str | None = None,
         tls: Certificates | None = None,
     ) -> None:
-        self._rank, self._world_size, self._token, self._given_job, self._tls = rank, world_size, token, job, tls
+        self._rank, self._world_size, self._secret, self._given_job, self._tls = rank, world_size, secret, job, tls
         self._timeout, self._clock, self._link = timeout, clock, link  # rank 0's is that of all from `host`, `join` on
         self._is_server = rank == world_size
         self._who = "the server" if self._is_server else f"rank {rank}"
@@ -327,7 +327,7 @@ class _Joining:
         try:
             line = self._call(0, address)
             own = f"{address}.{self._rank}" if isinstance(address, str) else (own_host(address[0], self._way[0]), 0)
-            listener = self._listener = Listener(own, self._token, is_beside=line.is_local)
+            listener = self._listener = Listener(own, self._secret, is_beside=line.is_local)
             line.say(Listening(url_of(listener.address)))
             self._aim = "join the group of rank 0"
             members, packed = line.expect(Members)
@@ -360,7 +360,7 @@ class _Joining:
             self._aim = f"connect to {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
-            refuse_other_user(connection, self._token)
+            refuse_other_user(connection, self._secret)
             connection = self._encrypted(connection, is_called=False)
             line = Line(connection, who, self._left)
             line.called_hash = called_hash
@@ -458,7 +458,7 @@ class _Joining:
     def _answer(self, line: Line) -> None:
         message, _ = line.hear(line.awaited)
         if isinstance(message, Hello):
-            refuse_other_user(line.socket, self._token)
+            refuse_other_user(line.socket, self._secret)
             line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
             line.say(Nonce(line.nonce, line.beside))
         elif isinstance(message, Proof):
@@ -560,7 +560,7 @@ class _Joining:
     def _proof(self, line: Line, role: str, hello: Hello, nonce: bytes, called: int) -> bytes:
         # With the rank that is called, the group and the certificates, or a call could be passed on to another rank, to
         # another group, or by whoever is on the path and has a certificate.
-        return proof(self._token, role, hello, nonce, called, self._group, line.channel)
+        return proof(self._secret, role, hello, nonce, called, self._group, line.channel)
 
     def _late(self, ranks: list[int]) -> PeerLost:
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

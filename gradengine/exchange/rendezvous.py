@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from gradengine.arguments import as_index, said
 from gradengine.errors import CallerError
-from gradengine.exchange.environment import Fact, Launcher, World, read_token, read_world
+from gradengine.exchange.environment import Fact, Launcher, World, read_secret, read_world
 from gradengine.exchange.handshake import refuse_bad_job
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no token is needed
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no secret is needed
 MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
 _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
@@ -43,7 +43,7 @@ class Joining(NamedTuple):
     url: str
     rank: int
     world_size: int
-    token: str | None
+    secret: str | None
 
 
 def places_of(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
@@ -56,7 +56,7 @@ def places_of(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def everywhere() -> str:
-    """Return the host, as in a URL, that means all interfaces, of IPv4 and IPv6; a listener there needs a token."""
+    """Return the host, as in a URL, that means all interfaces, of IPv4 and IPv6; a listener there needs a secret."""
     return "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
 
 
@@ -72,7 +72,7 @@ def is_over_mpi(url: object) -> bool:
 
 
 def joining(
-    url: str | None, rank: int | None, world_size: int | None, token: str | None, job: str | None, *, served: bool
+    url: str | None, rank: int | None, world_size: int | None, secret: str | None, job: str | None, *, served: bool
 ) -> Joining:
     """The arguments of `connect`; those that were not given are read from the environment.
 
@@ -85,20 +85,20 @@ def joining(
         world = read_world(os.environ, rank, world_size)
         rank = world.rank if rank is None else rank
         world_size = world.world_size if world_size is None else world_size
-    if token is None:
-        found = read_token(os.environ)
-        token = found.value if found else None
+    if secret is None:
+        found = read_secret(os.environ)
+        secret = found.value if found else None
     if url is None:
-        address = read_address(os.environ, job, token, rank, world_size)
-        refuse_without_token(address, token)
+        address = read_address(os.environ, job, secret, rank, world_size)
+        refuse_without_secret(address, secret)
         url = address.value if address.source == _ADDRESS else _made_usable(address, as_index(rank) == 0, served)
-    return Joining(url, rank, world_size, token)
+    return Joining(url, rank, world_size, secret)
 
 
 def read_address(
     environment: Mapping[str, str],
     job: str | None = None,
-    token: str | None = None,
+    secret: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Fact:
@@ -107,7 +107,7 @@ def read_address(
     Args:
         environment: The environment variables.
         job: The job's name that was given to `connect`; two groups of one run need two names.
-        token: The group's secret; with one, rank 0 may listen on all interfaces.
+        secret: The group's secret; with one, rank 0 may listen on all interfaces.
         rank: The rank that was given to `connect`, for a launcher's variable that is not there; so is `world_size`.
 
     Raises:
@@ -122,7 +122,7 @@ def read_address(
     world = read_world(environment, rank, world_size)
     if (world.world_size if world_size is None else world_size) == 1:
         return Fact("tcp://127.0.0.1:0", world.launcher.world_size)
-    host, source = _first_host(environment, world, token)
+    host, source = _first_host(environment, world, secret)
     name, named_by = _run_name(environment, world.launcher, job)
     if host is None:
         return Fact(f"unix://{_socket_path(environment, name)}", f"{source}, {named_by}")
@@ -131,12 +131,12 @@ def read_address(
     return Fact(f"tcp://{host}:{port}", f"{source}, {named_by}")
 
 
-def refuse_without_token(address: Fact, token: str | None) -> None:
-    """Raise `CallerError` for an address from the environment that other machines can reach, if there is no token."""
+def refuse_without_secret(address: Fact, secret: str | None) -> None:
+    """Raise `CallerError` for an address from the environment that other machines can reach, if there is no secret."""
     parts = urlsplit(address.value)
-    if parts.scheme == "tcp" and parts.hostname not in LOOPBACK and not token:
-        do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_TOKEN_FILE to it on all ranks"
-        raise CallerError(f"{address.value} (from {address.source}) is for several machines, and needs a token", do=do)
+    if parts.scheme == "tcp" and parts.hostname not in LOOPBACK and not secret:
+        do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_SECRET_FILE to it on all ranks"
+        raise CallerError(f"{address.value} (from {address.source}) is for several machines, and needs a secret", do=do)
 
 
 def first_node(nodes: str) -> tuple[str, bool] | None:
@@ -174,11 +174,11 @@ def address_of(url: object, named_by: str = "") -> tuple[str, int] | str:
     )
 
 
-def _first_host(environment: Mapping[str, str], world: World, token: str | None) -> tuple[str | None, str]:
+def _first_host(environment: Mapping[str, str], world: World, secret: str | None) -> tuple[str | None, str]:
     """The host of rank 0, or None if all ranks are on this host; and the variables that it was read from.
 
     Kubeflow names rank 0's host "localhost" there, and elsewhere by its service. So a loopback name stands for all
-    interfaces if ranks may be on other hosts and have a token.
+    interfaces if ranks may be on other hosts and have a secret.
     """
     launcher = world.launcher
     if world.local_size == world.world_size:
@@ -194,7 +194,7 @@ def _first_host(environment: Mapping[str, str], world: World, token: str | None)
     if not _HOST.fullmatch(host):
         what, expected = f"environment variable {variable} names no host", "a host's name or address"
         raise CallerError(what, got=said(environment[variable]), expected=expected, do=_DO)
-    if is_loopback(host) and token:
+    if is_loopback(host) and secret:
         return _THIS_HOST, f"{variable}, {launcher.local_size}"
     return None if is_only_one else f"[{host}]" if ":" in host else host, variable
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, whole_number
-from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost
+from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost, refuses_renamed
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, url_of
 from gradengine.exchange.handshake import refuse_bad_job
 from gradengine.exchange.hub import Hub
@@ -52,7 +52,7 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
     Args:
         world_size: Workers in a group.
         address: (host, port), port 0 for any free one; or the path of a Unix socket, for this user alone.
-        token: The group's secret, of at least 16 characters; required beyond loopback.
+        secret: The group's secret, of at least 16 characters; required beyond loopback.
         job: The job's name; a worker of another job is refused, without any effect on the group. None: in each group
             the job of the first worker that joins, since the server may have been started outside of the job.
         timeout: Seconds without any progress after which a worker that others wait for is given up.
@@ -66,7 +66,7 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
 
     Raises:
         CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
-            token; or a file of TLS cannot be used.
+            secret; or a file of TLS cannot be used.
 
     Example:
         >>> with GradientServer(world_size=2) as server:
@@ -74,12 +74,13 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         True
     """
 
+    @refuses_renamed
     def __init__(
         self,
         world_size: int,
         address: Address = ("127.0.0.1", 0),
         *,
-        token: str | None = None,
+        secret: str | None = None,
         job: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         join_timeout: float = DEFAULT_JOIN_TIMEOUT,
@@ -90,7 +91,7 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         _, self._world_size = checked_rank(0, world_size)
         if job is not None:
             refuse_bad_job(job)
-        self._token, self._job, self._tls = token, job, certificates_of(tls)
+        self._secret, self._job, self._tls = secret, job, certificates_of(tls)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
         self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
@@ -100,7 +101,7 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         self._waits_since = math.inf  # in `serve`
         self._group: tuple[SocketLink, Hub] | None = None  # once it has joined
         self._news, self._threads = Bell(), Threads()
-        self._listener = Listener(address, token)
+        self._listener = Listener(address, secret)
         self.address = self._listener.address
         try:
             self._threads.spawn("gradengine-server", self._run)
@@ -178,7 +179,7 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
             link = link_to_ranks(
                 self._listener,
                 self._world_size,
-                token=self._token,
+                secret=self._secret,
                 job=self._job,
                 timeout=self._join_timeout,
                 is_closing=self._closes,

@@ -1,4 +1,4 @@
-"""TLS between machines: both ends show certificates of the group's own authority, before either proves the token."""
+"""TLS between machines: both ends show certificates of the group's own authority, before either proves the secret."""
 
 from __future__ import annotations
 

@@ -54,26 +54,26 @@ def meeting_by_torch(
         hosts = _gathered(gloo, ranks, _this_host())
         if rank == 0:
             return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, link, tls)
-        url, _, token = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
+        url, _, secret = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
     except RuntimeError as fault:
         said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
         what = f"rank {rank} does not find all ranks of the process group ({said_so})"
         raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
     if not url:
         raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
-    return Meeting(address_of(url), rank, len(ranks), token=token, link=link, tls=tls)
+    return Meeting(address_of(url), rank, len(ranks), secret=secret, link=link, tls=tls)
 
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, link: str | None, tls: Certificates | None) -> Meeting:
     """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
-    token = secrets.token_hex(16)
+    secret = secrets.token_hex(16)
     try:
-        meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), token=token, link=link, tls=tls)
+        meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), secret=secret, link=link, tls=tls)
     except BaseException:
         _gathered(gloo, ranks, b"")
         raise
     try:
-        _gathered(gloo, ranks, f"{meeting.url} {token}".encode())
+        _gathered(gloo, ranks, f"{meeting.url} {secret}".encode())
     except BaseException:
         meeting.close()
         raise

@@ -75,7 +75,7 @@ class Nonce(Message):
 
 @dataclass(frozen=True)
 class Proof(Message):
-    """From the caller, then from the called rank: the proof that it has the token."""
+    """From the caller, then from the called rank: the proof that it has the secret."""
 
     kind = "proof"
     proof: bytes

@@ -85,7 +85,7 @@ class AllReduce:
             raise ExchangeError(text, got=what, do="restart all from one checkpoint")
         if what not in self._gathered:
             self.progress.has_told = True
-            self._gathered[what] = self._joined().gather(mine)
+            self._gathered[what] = self._joined().all_gather(mine)
         return gathered(self._gathered[what])
 
     def leave(self) -> None:

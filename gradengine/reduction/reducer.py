@@ -220,7 +220,7 @@ class Reducer:
         """The number by which the sum over all workers is divided; 1 where only the device knows it."""
         if self.on_device is not None:
             return 1.0
-        if self._average == "sum":
+        if self._average == "prescaled":
             return self.workers.exchange.world_size if self.workers.exchange else 1
         return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
 
@@ -333,7 +333,7 @@ class Reducer:
         accumulator = self._accumulator
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.total_weight
-        part = {"sum": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
+        part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
         with accumulator.changing():
             sums.finish((part, weight, count), self.step, self._told)
         accumulator.forget_measured()

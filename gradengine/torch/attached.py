@@ -186,7 +186,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
                 most: call `optimizer.step()` afterwards, and neither `scaler.step` nor `scaler.update`.
             unscale: False if `scaler.step(optimizer)` and `scaler.update()` follow, as in a trainer, and where several
                 models share a scaler. Then `.grad` is clipped by the true norm and still multiplied by the scale, and
-                the engine has `on_non_finite="pass"`: the scaler skips and is updated as usual.
+                the engine has `on_non_finite="propagate"`: the scaler skips and is updated as usual.
             partial: As `GradientEngine.step`.
 
         Returns:
@@ -555,8 +555,8 @@ def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
     if unscale and engine.on_non_finite != "skip":
         do = 'build the engine with on_non_finite="skip"'
         raise CallerError("with a GradScaler steps are skipped, and this engine does not skip", got=got, do=do)
-    if not unscale and engine.on_non_finite != "pass":
-        do = 'build the engine with on_non_finite="pass"'
+    if not unscale and engine.on_non_finite != "propagate":
+        do = 'build the engine with on_non_finite="propagate"'
         raise CallerError("a trainer's GradScaler must find NaN and Inf in .grad to skip a step", got=got, do=do)
     if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
         raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
@@ -579,7 +579,8 @@ def _refuse_updated(scaler: Any, before: Mapping[Any, int]) -> None:
     if is_stepped or (scaler in _updated and before.get(scaler) != scaler._scale._version):
         raise CallerError(
             "the scaler was updated, or stepped an optimizer, since this window began",
-            do='use on_non_finite="pass", step(scaler=scaler, unscale=False), scaler.step(optimizer), update() once',
+            do='use on_non_finite="propagate", step(scaler=scaler, unscale=False), scaler.step(optimizer), '
+            "update() once",
         )
 
 

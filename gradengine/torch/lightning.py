@@ -30,8 +30,8 @@ class EngineCallback(Callback):  # type: ignore[misc]
     checkpoints, which may be made in the middle of a window: a resumed fit ends in the same bytes.
 
     Args:
-        engine: Built with `average="sum"`, under "16-mixed" also `on_non_finite="pass"`; with several ranks, with their
-            exchange.
+        engine: Built with `average="prescaled"`, under "16-mixed" also `on_non_finite="propagate"`; with several
+            ranks, with their exchange.
 
     Raises:
         CallerError: As `fit()` begins: optimization is manual, the engine divides again, `gradient_clip_val` is set,
@@ -40,7 +40,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
 
     Example::
 
-        engine = GradientEngine(layout_of(module), max_norm=1.0, average="sum")
+        engine = GradientEngine(layout_of(module), max_norm=1.0, average="prescaled")
         trainer = Trainer(accumulate_grad_batches=4, callbacks=[EngineCallback(engine)])
         trainer.fit(module, loader)
     """

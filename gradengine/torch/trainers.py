@@ -12,11 +12,11 @@ from gradengine.errors import CallerError
 
 def refuse_dividing_again(engine: GradientEngine) -> None:
     """Raise `CallerError` if the engine would divide gradients of a loss that its trainer has divided already."""
-    if engine.average != "sum":
+    if engine.average != "prescaled":
         raise CallerError(
             "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again",
             got=f"average={engine.average!r}",
-            do='build the engine with average="sum"',
+            do='build the engine with average="prescaled"',
         )
 
 

@@ -35,8 +35,8 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
     The trainer has `max_grad_norm=0`. It is found when its `train()` begins, by its own frame.
 
     Args:
-        engine: Built with `average="sum"`, under fp16 also `on_non_finite="pass"`; with several ranks, with their
-            exchange.
+        engine: Built with `average="prescaled"`, under fp16 also `on_non_finite="propagate"`; with several ranks, with
+            their exchange.
 
     Raises:
         CallerError: Trainer was passed the class in place of an instance. As `train()` begins: the engine divides
@@ -46,7 +46,7 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
     Example::
 
         args = TrainingArguments("out", max_grad_norm=0, gradient_accumulation_steps=4)
-        engine = GradientEngine(layout_of(model), args.device, max_norm=1.0, average="sum")
+        engine = GradientEngine(layout_of(model), args.device, max_norm=1.0, average="prescaled")
         trainer = Trainer(model, args, callbacks=[EngineCallback(engine)], ...)
         trainer.train()
     """

@@ -16,7 +16,7 @@ def refuse_other_weights(engine: GradientEngine, parameters: Mapping[str, torch.
 
     It reads each parameter once, and on a GPU copies it to the host. Each rank sends 8 bytes for each parameter.
     """
-    told = engine.tell_all("digests of the weights", [digest(parameter) for parameter in parameters.values()])
+    told = engine.all_gather_object("digests of the weights", [digest(parameter) for parameter in parameters.values()])
     for rank, digests in enumerate(told):
         for name, theirs, first in zip(parameters, digests, told[0], strict=True):
             if theirs != first:

@@ -21,7 +21,7 @@ from gradengine.exchange.reach import addresses_of
 from gradengine.exchange.wire import PREFIX_BYTES, decode_header, decode_prefix, encode_head
 from gradengine.layout import GradientLayout, layout_from_table
 
-TOKEN = "a token that the fuzzer does not know"
+SECRET = "a secret that the fuzzer does not know"
 MOST_BYTES = 1 << 16  # of one input: a socket has room for it
 HELLO = packed(Hello("a", 1 << 22, 3, False, False, False, bytes(16), bytes(16), 1, 2, 1 << 22, True, bytes(16)))
 LAYOUT = GradientLayout.of({"layers.0.w": (5,), "head": (3, 2)})
@@ -71,7 +71,7 @@ def frontier(data: bytes) -> None:
 
 def stranger(data: bytes) -> None:
     """All that a caller says to rank 0; nobody is let in by it."""
-    joining = mesh._Joining(0, 2, TOKEN, "", 60.0, lambda: 0.0)
+    joining = mesh._Joining(0, 2, SECRET, "", 60.0, lambda: 0.0)
     with _said(data) as ours:
         line = Line(ours, "a caller")
         joining._selector.register(ours, selectors.EVENT_READ, line)
@@ -85,7 +85,7 @@ def stranger(data: bytes) -> None:
 def listener(data: bytes) -> None:
     """All that whoever listens at rank 0's address answers; a rank that calls takes nobody for rank 0."""
     with _said(data) as ours, tempfile.TemporaryDirectory() as folder:
-        joining = mesh._Joining(1, 2, TOKEN, "", 60.0, lambda: 0.0)
+        joining = mesh._Joining(1, 2, SECRET, "", 60.0, lambda: 0.0)
         connect, mesh.connect_once = mesh.connect_once, lambda *_: ours
         try:
             joining._meet(f"{folder}/s")

@@ -1,14 +1,14 @@
 """Fixtures of these tests."""
 
 import pytest
-from channel import TOKEN
+from channel import SECRET
 
 from gradengine.exchange.listener import Listener
 
 
 @pytest.fixture
 def listener():
-    """Rank 0's, with a token; nobody looks at it yet."""
-    listener = Listener(("127.0.0.1", 0), TOKEN)
+    """Rank 0's, with a secret; nobody looks at it yet."""
+    listener = Listener(("127.0.0.1", 0), SECRET)
     yield listener
     listener.close()

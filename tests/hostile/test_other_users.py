@@ -5,7 +5,7 @@ import socket
 import stat
 
 import pytest
-from channel import TOKEN
+from channel import SECRET
 from test_exchange_mesh import Clock, Started, form, start
 
 from gradengine.errors import HandshakeRefused, PeerLost
@@ -42,7 +42,7 @@ def test_rank_0_a_server_and_the_other_ranks(listening, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["calls", "is called"])
-def test_another_user_at_the_other_end_of_a_path_is_refused_on_both_ends_without_a_token(end, tmp_path, monkeypatch):
+def test_another_user_at_the_other_end_of_a_path_is_refused_on_both_ends_without_a_secret(end, tmp_path, monkeypatch):
     """As one who binds rank 0's path first, in a folder that all may write to, and lets all connect."""
     here, there = socket.socketpair()
     with here, there:
@@ -53,10 +53,10 @@ def test_another_user_at_the_other_end_of_a_path_is_refused_on_both_ends_without
         return os.geteuid() + ((connection.getsockname() == "") == (end == "calls"))
 
     monkeypatch.setattr(addresses_module, "user_at", user_at)
-    first, second = Started(listener, 0, 2, token=None, clock=clock), Started(listener.address, 1, 2, token=None)
+    first, second = Started(listener, 0, 2, secret=None, clock=clock), Started(listener.address, 1, 2, secret=None)
     kind, told = second.error()
     assert kind is HandshakeRefused
     assert f"another user is at the other end of the Unix socket: got user {os.geteuid() + 1}" in told
     clock.jump(listener.address)
     assert first.error()[0] is PeerLost
-    form(start(Listener(str(tmp_path / "t")), 3, range(3), token=TOKEN))
+    form(start(Listener(str(tmp_path / "t")), 3, range(3), secret=SECRET))

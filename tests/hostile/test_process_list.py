@@ -1,4 +1,4 @@
-"""What every user of a machine can read of others' processes: no command takes a token as an argument, or gives one."""
+"""What every user of a machine can read of others' processes: no command takes a secret as an argument or gives one."""
 
 import sys
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from channel import TOKEN
+from channel import SECRET
 
 from gradengine.commands.cli import app
 from gradengine.console.processes import ProcessPool
@@ -21,16 +21,16 @@ def options(command, path=()):
         yield from options(below, (*path, name))
 
 
-def test_no_option_takes_a_token_but_that_of_a_file_which_has_it():
+def test_no_option_takes_a_secret_but_that_of_a_file_which_has_it():
     found = list(options(typer.main.get_command(app)))
     assert len(found) > 40
     secrets = {"token", "secret", "password"}
     named = [(path, each.opts) for path, each in found if secrets & set(str(each.name).split("_"))]
-    assert named == [(("serve",), ["--token-file"])]
+    assert named == [(("serve",), ["--secret-file"])]
 
 
-def tell(token, report):
-    report(token)
+def tell(secret, report):
+    report(secret)
 
 
 @PROC
@@ -38,6 +38,6 @@ def test_workers_of_the_demo_are_given_theirs_by_a_pipe():
     with ProcessPool() as pool:
         worker = pool.start("rank 0")
         shown = Path(f"/proc/{worker.process.pid}/cmdline").read_text()
-        pool.give(worker, partial(tell, TOKEN))  # as the demo gives it: with a job
-        assert pool.answers() == [TOKEN]
-        assert TOKEN not in shown + Path(f"/proc/{worker.process.pid}/cmdline").read_text()
+        pool.give(worker, partial(tell, SECRET))  # as the demo gives it: with a job
+        assert pool.answers() == [SECRET]
+        assert SECRET not in shown + Path(f"/proc/{worker.process.pid}/cmdline").read_text()

@@ -4,7 +4,7 @@ import contextlib
 import unicodedata
 
 import pytest
-from channel import TOKEN, Channel, knock
+from channel import SECRET, Channel, knock
 from test_exchange_mesh import Clock, Started, refusal_of
 
 from gradengine.errors import ExchangeError
@@ -22,7 +22,7 @@ def is_one_printable_line(text):
 
 @pytest.fixture
 def listener():
-    listener = Listener(("127.0.0.1", 0), TOKEN)
+    listener = Listener(("127.0.0.1", 0), SECRET)
     listener.socket.setblocking(True)
     yield listener
     listener.close()
@@ -76,4 +76,4 @@ def test_a_job_of_a_stranger_is_not_even_shown(listener):
         stranger.expect(Refused)
     clock.jump(listener.address)
     _, told = first.error()
-    assert "(last refused here: rank 1 has another token; start all with the same token=)" in told
+    assert "(last refused here: rank 1 has another secret; start all with the same secret=)" in told

@@ -9,11 +9,11 @@ from gradengine.exchange.rendezvous import read_address
 MORE = [
     "tcp://me:hush@127.0.0.1:7",
     "tcp://hush@127.0.0.1:7",
-    "tcp://127.0.0.1:7?token=hush",
+    "tcp://127.0.0.1:7?secret=hush",
     "tcp://127.0.0.1:7#hush",
     "tcp://127.0.0.1:7?",
     "tcp://127.0.0.1:7#",
-    "unix:///tmp/s?token=hush",
+    "unix:///tmp/s?secret=hush",
     "unix:///tmp/s#hush",
     "unix://hush@/tmp/s",
     "tcp://me:hush@[::1:7",

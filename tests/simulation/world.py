@@ -15,7 +15,7 @@ from gradengine.reduction.stats import StepStats, agree
 from simulation.clock import Clock, Process
 from simulation.network import Network
 
-TOKEN = "a secret of all ranks"
+SECRET = "a secret of all ranks"
 PORT = 5000
 TIMEOUT, JOIN_TIMEOUT = 1.0, 1.5  # seconds of the virtual clock
 LIMIT = 200.0  # a rank that goes on then hangs: each try ends after some seconds
@@ -182,7 +182,7 @@ class Schedule:
 
     def exchange(self, rank):
         """An exchange that has not joined."""
-        meeting = Meeting((host(0), PORT), rank, self.world_size, token=TOKEN, link="tcp")
+        meeting = Meeting((host(0), PORT), rank, self.world_size, secret=SECRET, link="tcp")
         return Exchange(
             meeting, timeout=TIMEOUT, join_timeout=JOIN_TIMEOUT, bucket_bytes=self.bucket_bytes, clock=self.clock
         )
@@ -319,7 +319,7 @@ class Rank:
         self.group.wait()
         data, window = self.memory.tobytes(), schedule.windows[self.number]
         squares = self.group.progress.squares
-        stats = StepStats(1.0, 1, squares, np.zeros(1, np.bool_), {"average": "sum"}, f"step {self.step}")
+        stats = StepStats(1.0, 1, squares, np.zeros(1, np.bool_), {"average": "prescaled"}, f"step {self.step}")
         agreed = agree(self.group, stats)
         if agreed.weight != schedule.world_size:
             raise Wrong(f"the weights are {agreed.weight}")

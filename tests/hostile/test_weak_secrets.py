@@ -1,4 +1,4 @@
-"""A token that could be guessed: who hears one proof may try tokens by the billion, so that short ones are refused."""
+"""A secret that could be guessed: who hears one proof may try secrets by the billion, so short ones are refused."""
 
 import traceback
 
@@ -8,31 +8,31 @@ from test_exchange_mesh import Started
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
-from gradengine.exchange.environment import read_token
+from gradengine.exchange.environment import read_secret
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encode_head
 
 WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
 USES = {
-    "rank 0": lambda token: connect("tcp://127.0.0.1:0", 0, 2, token=token),
-    "rank 1": lambda token: connect("tcp://127.0.0.1:9", 1, 2, token=token),
-    "server": lambda token: GradientServer(2, ("0.0.0.0", 0), token=token),
-    "worker": lambda token: WorkerClient(("127.0.0.1", 9), 1, 2, token=token),
-    "environment": lambda token: read_token({"GRADENGINE_TOKEN": token}),
+    "rank 0": lambda secret: connect("tcp://127.0.0.1:0", 0, 2, secret=secret),
+    "rank 1": lambda secret: connect("tcp://127.0.0.1:9", 1, 2, secret=secret),
+    "server": lambda secret: GradientServer(2, ("0.0.0.0", 0), secret=secret),
+    "worker": lambda secret: WorkerClient(("127.0.0.1", 9), 1, 2, secret=secret),
+    "environment": lambda secret: read_secret({"GRADENGINE_SECRET": secret}),
 }
 
 
 @pytest.mark.parametrize("who", USES)
-def test_a_short_token_is_refused_before_anything_is_opened_and_is_not_shown(who):
-    for token in WEAK:
+def test_a_short_secret_is_refused_before_anything_is_opened_and_is_not_shown(who):
+    for secret in WEAK:
         with pytest.raises(CallerError, match="is too short") as told:
-            USES[who](token)
-        assert f"got {len(token.strip())} characters, expected at least 16" in str(told.value)
-        assert token.strip() == "" or token.strip() not in str(told.value)
+            USES[who](secret)
+        assert f"got {len(secret.strip())} characters, expected at least 16" in str(told.value)
+        assert secret.strip() == "" or secret.strip() not in str(told.value)
 
 
 @pytest.mark.parametrize("who", USES)
-def test_a_token_that_is_no_utf_8_is_refused_by_name_and_is_not_shown(who):
+def test_a_secret_that_is_no_utf_8_is_refused_by_name_and_is_not_shown(who):
     """As Python has it of a variable with other bytes; else the error of any proof would show it."""
     with pytest.raises(CallerError, match="is not UTF-8") as told:
         USES[who](bytes(range(97, 123)).decode() + "\udcff")
@@ -40,13 +40,13 @@ def test_a_token_that_is_no_utf_8_is_refused_by_name_and_is_not_shown(who):
 
 
 def test_sixteen_characters_are_taken():
-    with connect("tcp://127.0.0.1:0", 0, 1, token="x" * 16):
+    with connect("tcp://127.0.0.1:0", 0, 1, secret="x" * 16):
         pass
 
 
 @pytest.mark.parametrize("proof", [bytes(32), b"", bytes(4000)], ids=["wrong", "empty", "long"])
 def test_who_has_not_proved_itself_gets_no_proof(listener, proof):
-    """So that nobody without the token can make others give something that tokens could be compared with."""
+    """So that nobody without the secret can make others give something that secrets could be compared with."""
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
     stranger.send(Hello(1, 2, "", new_nonce()))
@@ -72,4 +72,4 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
         bare.sendall(encode_head(Nonce(hello.nonce, "")))  # the nonces alike, so that only the role differs
         given, _ = impostor.expect(Proof)
         impostor.send(given)
-        assert second.error() == (HandshakeRefused, "rank 0 has another token; start all with the same token=")
+        assert second.error() == (HandshakeRefused, "rank 0 has another secret; start all with the same secret=")
