@@ -165,10 +165,11 @@ def test_after_torchrun_has_started_its_ranks_again_they_meet_again(script):
 
 
 @pytest.mark.slow
-def test_gradengine_env_under_torchrun():
-    facts = json.loads(said([*TORCHRUN, "--nproc-per-node", "1", "-m", "gradengine", "env", "--json", "-"]))["facts"]
-    assert facts["rank"] == {"value": 0, "from": "RANK"}
-    assert facts["job"]["from"] in {"TORCHELASTIC_RUN_ID", ""}
+def test_gradengine_doctor_under_torchrun():
+    told = said([*TORCHRUN, "--nproc-per-node", "1", "-m", "gradengine", "doctor", "--json", "-"])
+    facts = json.loads(told)["environment"]
+    assert facts["rank"] == [0, "RANK"]
+    assert facts["job"][1] in {"TORCHELASTIC_RUN_ID", ""}
 
 
 @pytest.mark.slow
