@@ -204,7 +204,7 @@ def test_a_launcher_further_out_is_said_not_to_count(environment):
     [
         ({}, "no launcher found"),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
-        (SEEN["torchrun"] | {"RANK": "2"}, "RANK (of WORLD_SIZE=2) is out of range: got 2"),
+        (SEEN["torchrun"] | {"RANK": "2"}, "RANK is out of range: got 2, expected a whole number in 0..1"),
         (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a secret"),
         (SEEN["torchrun"] | {"GRADENGINE_SECRET_FILE": "/none"}, "cannot read the secret from '/none'"),
         (SEEN["torchrun"] | {"GRADENGINE_ADDRESS": "a:1"}, "URL (of environment variable GRADENGINE_ADDRESS)"),

@@ -32,7 +32,7 @@ from gradengine.exchange.handshake import MAX_JOB_CHARACTERS
 pytestmark = pytest.mark.timeout(150)
 DATA = contributions(SMALL, 2)
 
-# As each launcher sets them for rank 1 of 2 on one host, as seen under the real one; srun's and PALS' by their sources.
+# As each launcher sets them for rank 1 of 2 on one host, as seen under the real one; srun's by its source.
 SEEN = {
     "by hand": {
         "GRADENGINE_RANK": "1", "GRADENGINE_WORLD_SIZE": "2", "GRADENGINE_LOCAL_RANK": "1",
@@ -48,13 +48,12 @@ SEEN = {
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-12002@1",
     },
     "MPICH's mpiexec": {
-        "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "11",
+        "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
     },
     "srun": {
         "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "node3", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
     },
-    "PMI": {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_JOBID": "7"},
 }  # fmt: skip
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 
@@ -64,7 +63,7 @@ def names_of(launcher):
 
 
 ALL = {name for launcher in LAUNCHERS for name in [*names_of(launcher), *launcher.run, *launcher.host, launcher.sign]}
-ALL |= {*JOBS, "LSB_JOBINDEX", "GRADENGINE_ADDRESS", "GRADENGINE_SECRET", "GRADENGINE_SECRET_FILE"}
+ALL |= {*JOBS, "GRADENGINE_ADDRESS", "GRADENGINE_SECRET", "GRADENGINE_SECRET_FILE"}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +119,7 @@ def test_what_an_outer_launcher_says_wrong_is_nobody_s_business():
 
 def test_pmi_of_srun_is_srun_s_and_that_of_mpich_under_srun_is_mpich_s():
     """srun --mpi=pmi2 sets PMI_RANK, and not MPI_LOCALRANKID; mpiexec's daemons are steps of Slurm's."""
-    by_srun = SEEN["srun"] | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "5", "PMI_JOBID": "7.0"}
+    by_srun = SEEN["srun"] | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_JOBID": "7.0"}
     assert read_world(by_srun).launcher.name == "srun"
     under_srun = SEEN["MPICH's mpiexec"] | SEEN["srun"] | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     assert read_world(under_srun).launcher.name == "MPICH's mpiexec"
@@ -201,17 +200,14 @@ def test_connect_takes_the_secret_of_the_environment_and_a_given_one_wins(enviro
 @pytest.mark.parametrize(
     ("variables", "job"),
     [
-        *(({}, ""), ({"TORCHELASTIC_RUN_ID": "none"}, ""), ({"LSB_JOBID": "7"}, "LSB_JOBID=7")),
+        *(({}, ""), ({"TORCHELASTIC_RUN_ID": "none"}, "")),
         ({"TORCHELASTIC_RUN_ID": "llama", "RANK": "0", "WORLD_SIZE": "2"}, "TORCHELASTIC_RUN_ID=llama"),
         ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7"),
         ({"TORCHELASTIC_RUN_ID": "llama", "SLURM_JOB_ID": "7"}, "TORCHELASTIC_RUN_ID=llama"),
-        ({"PMIX_NAMESPACE": "123", "OMPI_MCA_ess_base_jobid": "123"}, "PMIX_NAMESPACE=123"),
-        ({"OMPI_MCA_ess_base_jobid": "123", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_MCA_ess_base_jobid=123"),
+        ({"PMIX_NAMESPACE": "123", "SLURM_JOB_ID": "7"}, "PMIX_NAMESPACE=123"),
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "slurm.pmix.7.1"}, "SLURM_JOB_ID=7"),
         ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "SLURM_JOB_ID=9"),
-        ({"PBS_JOBID": "7[2].head", "PMIX_NAMESPACE": "123"}, "PMIX_NAMESPACE=123"),
-        *(({"PBS_JOBID": "7[2].head"}, "PBS_JOBID=7[2].head"), ({"SLURM_JOB_ID": "", "PBS_JOBID": "7"}, "PBS_JOBID=7")),
-        *(({"LSB_JOBID": "7", "LSB_JOBINDEX": n}, f"LSB_JOBID=7{end}") for n, end in (("0", ""), ("3", "[3]"))),
+        ({"PMIX_NAMESPACE": "", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7"),
         ({"JOB_COMPLETION_INDEX": "1", "PMI_RANK": "1", "PMI_SIZE": "2", "JOB_ID": "7"}, ""),
         ({"GRADENGINE_JOB": "mine", "TORCHELASTIC_RUN_ID": "llama"}, "mine"),
         ({"GRADENGINE_JOB": "", "TORCHELASTIC_RUN_ID": "llama"}, "TORCHELASTIC_RUN_ID=llama"),
@@ -237,10 +233,10 @@ def test_what_cannot_be_a_name_is_refused_with_its_variable_in_a_bounded_error(e
 
 
 def test_longest_value_that_fits():
-    value = "x" * (MAX_JOB_CHARACTERS - len("PBS_JOBID="))
-    assert read_job({"PBS_JOBID": value}).value == f"PBS_JOBID={value}"
+    value = "x" * (MAX_JOB_CHARACTERS - len("SLURM_JOB_ID="))
+    assert read_job({"SLURM_JOB_ID": value}).value == f"SLURM_JOB_ID={value}"
     with pytest.raises(CallerError):
-        read_job({"PBS_JOBID": value + "x"})
+        read_job({"SLURM_JOB_ID": value + "x"})
 
 
 def test_a_job_that_is_given_wins_and_an_empty_one_is_none(environment):

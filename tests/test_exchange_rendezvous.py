@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ def test_a_job_s_name_is_the_same_whether_it_was_given_or_set():
 
 def test_ranks_in_two_jobs_of_a_scheduler_come_to_one_port_where_they_are_told_so():
     """One torchrun a machine, each in a job of its own: with two ports they would only wait for each other."""
-    assert len({read_address(TORCHRUN | {"PBS_JOBID": job}).value for job in "78"}) == 1
+    assert len({read_address(TORCHRUN | {"SLURM_JOB_ID": job}).value for job in "78"}) == 1
 
 
 def test_the_port_of_torchrun_s_own_store_is_never_taken():
@@ -122,13 +121,12 @@ REFUSED = [
         ({"GRADENGINE_ADDRESS": url}, "GRADENGINE_ADDRESS")
         for url in ("host:7000", "tcp://host:x", "tcp://host:70000", "tcp://:7000", "tcp://[::1", "x" * 9999)
     ),
-    *((of_several_hosts(name), "GRADENGINE_ADDRESS") for name in ("Open MPI's mpiexec", "MPICH's mpiexec", "PMI")),
+    *((of_several_hosts(name), "GRADENGINE_ADDRESS") for name in ("Open MPI's mpiexec", "MPICH's mpiexec")),
     (BY_HAND, "GRADENGINE_ADDRESS"),
     *(
         (TORCHRUN | {"MASTER_ADDR": host}, "MASTER_ADDR")
         for host in ("a b", "a/b", "-a", "a\n", "ä", "x" * 300, "\x1b[31m", "a:b@c")
     ),
-    *((SEEN["torchrun"] | {"TMPDIR": folder}, "TMPDIR") for folder in ("/" + "x" * 90, "/a#b")),
 ]
 
 
@@ -141,38 +139,18 @@ def test_what_gives_no_address_is_refused_with_its_variable_or_the_one_to_set(va
 
 
 def test_a_run_that_nothing_distinguishes_is_told_what_to_set():
-    nameless = {key: value for key, value in SEEN["MPICH's mpiexec"].items() if key != "PMI_FD"}
-    for here in (
-        nameless,
-        nameless | {"PMI_FD": "x"},
-        nameless | {"PMI_FD": "1000000"},
-        nameless | {"PMI_FD": "9" * 12},
-    ):
-        with pytest.raises(CallerError, match="GRADENGINE_JOB"):
-            read_address(here)
-        assert read_address(here | {"GRADENGINE_JOB": "a"}).value != read_address(here | {"GRADENGINE_JOB": "b"}).value
+    here = SEEN["MPICH's mpiexec"]
+    with pytest.raises(CallerError, match="GRADENGINE_JOB"):
+        read_address(here)
+    assert read_address(here | {"GRADENGINE_JOB": "a"}).value != read_address(here | {"GRADENGINE_JOB": "b"}).value
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="SO_PEERCRED is Linux's")
-def test_mpich_s_run_is_named_by_the_process_at_the_other_end_of_its_socket():
-    ours, theirs = socket.socketpair()
-    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as of_another_kind:
-        here = SEEN["MPICH's mpiexec"]
-        addresses = {read_address(here | {"PMI_FD": str(end.fileno())}) for end in (ours, theirs)}
-        assert len(addresses) == 1
-        assert "PMI_FD" in addresses.pop().source
-        assert ours.fileno() >= 0  # it was looked at, and not closed
-        ours.send(b"x")
-        assert theirs.recv(1) == b"x"
-        with pytest.raises(CallerError, match="GRADENGINE_JOB"):
-            read_address(here | {"PMI_FD": str(of_another_kind.fileno())})
-
-
-def test_the_longest_tmpdir_that_fits():
-    fits = "/" + "x" * (97 - len(f"//gradengine-{os.getuid()}/") - 16)
-    assert len(read_address(SEEN["torchrun"] | {"TMPDIR": fits}).value) == len("unix://") + 97
+@pytest.mark.parametrize("folder", ["x" * 90, "a#b"])
+def test_a_tmpdir_that_is_too_long_or_no_part_of_a_url_is_refused(environment, folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    launched(environment, SEEN["torchrun"] | {"TMPDIR": str(tmp_path / folder)})
     with pytest.raises(CallerError):
-        read_address(SEEN["torchrun"] | {"TMPDIR": fits + "xxxxx"})
+        connect()
 
 
 # ---- Slurm's lists of nodes ----
@@ -321,7 +299,7 @@ def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(enviro
     environment.setenv("MASTER_PORT", str(free_port()))
     environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     port = taken_port(environment, "127.0.0.1")
-    told = pytest.raises(CallerError, match=rf"{port} .*MASTER_ADDR.*GRADENGINE_ADDRESS")
+    told = pytest.raises(CallerError, match=rf"cannot listen at .*:{port} ")
     with socket.create_server(("127.0.0.1", port)), told:
         connect()
     connect().close()
@@ -331,7 +309,7 @@ def unknown(*_, **__):
     raise socket.gaierror(-2, "Name or service not known")
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host", "node..x"])
+@pytest.mark.parametrize("host", ["no-such-host", "node..x"])
 def test_a_first_host_that_is_not_this_one_is_told_by_rank_0(environment, host):
     taken_port(environment, host)
     environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
@@ -358,14 +336,14 @@ def test_where_rank_0_is_told_localhost_and_ranks_elsewhere_its_name_they_meet(e
     """As Kubeflow tells them; without a secret rank 0 listens on loopback, and ranks elsewhere are told to have one."""
     here = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | local
     launched(environment, here | {"RANK": "0", "MASTER_ADDR": "localhost"})
-    assert joining(None, None, None, None, None, served=False).url.startswith("tcp://localhost:2")
+    assert joining(None, None, None, None, None, served=False)[0].startswith("tcp://localhost:2")
     environment.setenv("GRADENGINE_SECRET", secret := "0123456789abcdef0123456789abcdef")
     with connect() as exchange:
         host, port = address_of(exchange.url)
         assert host in {"::", "0.0.0.0"}
         assert port == address_of(read_address(here, secret=secret).value)[1]
         environment.setenv("RANK", "1")
-        beside = address_of(joining(None, None, None, None, None, served=False).url)
+        beside = address_of(joining(None, None, None, None, None, served=False)[0])
         assert (own_host(beside[0], "127.0.0.1"), beside[1]) == (host, port)  # which ranks elsewhere reach too
         connect_once(beside, SOON).close()
 

@@ -88,7 +88,7 @@ def connect(
         secret: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None:
             that in GRADENGINE_SECRET, or in the file named by GRADENGINE_SECRET_FILE.
         job: The name of this run, the same on all ranks, which keeps apart two runs that use one address. None: that in
-            GRADENGINE_JOB, or the launcher's (torchrun --rdzv-id, Open MPI's mpirun, Slurm, PBS, LSF). "": no name.
+            GRADENGINE_JOB, or the launcher's (torchrun --rdzv-id, Open MPI's mpirun, Slurm). "": no name.
         timeout: Seconds without any progress after which waiting ranks fail.
         join_timeout: Seconds to wait for all ranks to join.
         bucket_bytes: Bytes that a rank sums at a time; rank 0's value, or the server's, is used. It changes no bit of

@@ -87,7 +87,7 @@ def listen_socket(address: Address, *, is_private: bool = False) -> socket.socke
     except OSError as fault:
         raise CallerError(
             f"cannot listen at {shown(address)} ({fault.strerror or fault})",
-            do="another process may use it: choose another port, or port 0 for any free one"
+            do="another process may use it: take another address, or for a second group of a run its own job="
             if fault.errno == errno.EADDRINUSE
             else "check the host or path",
         ) from None

@@ -22,11 +22,8 @@ from gradengine.exchange.tls import content_of
 JOBS = (
     "GRADENGINE_JOB",
     "TORCHELASTIC_RUN_ID",  # torchrun's --rdzv-id; "none" where it was not given
-    "PMIX_NAMESPACE",  # mpirun of Open MPI 2 to 5, prterun; srun --mpi=pmix, which is left to SLURM_JOB_ID
-    "OMPI_MCA_ess_base_jobid",  # mpirun of Open MPI 1
+    "PMIX_NAMESPACE",  # mpirun of Open MPI 4 and 5; srun --mpi=pmix, which is left to SLURM_JOB_ID
     "SLURM_JOB_ID",  # one for each element of an array, one for all steps and for all parts of a heterogeneous job
-    "PBS_JOBID",  # with the index in an array
-    "LSB_JOBID",  # LSF's, the same in the whole of an array: LSB_JOBINDEX is its index, 0 outside
 )
 
 _MOST_SECRET_BYTES = 4096
@@ -69,18 +66,16 @@ LAUNCHERS = (
     ),
     Launcher(
         "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", run=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "OMPI_COMM_WORLD_LOCAL_SIZE", run=("PMIX_NAMESPACE",),
     ),
-    Launcher(  # Hydra: MPICH's, Intel MPI's
-        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-        run=("I_MPI_HYDRA_UUID", "PMI_FD"), sign="MPI_LOCALRANKID",
+    Launcher(  # nothing that it says distinguishes two runs
+        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", sign="MPI_LOCALRANKID"
     ),
     # SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node. A batch script has no step.
     Launcher(
         "srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         host=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), sign="SLURM_STEP_ID",
     ),
-    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", run=("PMI_JOBID", "PMI_FD")),
 )  # fmt: skip
 
 
@@ -149,19 +144,16 @@ def read_world(environment: Mapping[str, str], rank: int | None = None, world_si
         if rank is None or world_size is None:
             raise _no_launcher(environment, rank, world_size)
         return World(_CALLER, *checked_rank(rank, world_size), None, None)
-    given = {launcher.rank: rank, launcher.world_size: world_size}
-    for there, missing in ((launcher.rank, launcher.world_size), (launcher.world_size, launcher.rank)):
-        if missing not in environment and given[missing] is None:
+    names = launcher.rank, launcher.world_size
+    for there, missing, value in zip(names, names[::-1], (world_size, rank), strict=True):
+        if missing not in environment and value is None:
             got, do = f"{there}={environment[there][:80]!r}", f"set {missing} as {launcher.name} does, or unset {there}"
-            raise CallerError(
-                f"environment variable {there} is set and {missing} is not", got=got, expected="both or none", do=do
-            )
-    values = {name: _number(environment[name]) if name in environment else value for name, value in given.items()}
-    size = whole_number(f"environment variable {launcher.world_size}", values[launcher.world_size], 1, MOST_RANKS)
-    named = f"environment variable {launcher.rank} (of {launcher.world_size}={size})"
-    place = whole_number(named, values[launcher.rank], 0, size - 1)
-    local_rank = _local(environment, launcher.local_rank, 0, size - 1)
-    return World(launcher, place, size, local_rank, _local(environment, launcher.local_size, 1, size))
+            what = f"environment variable {there} is set and {missing} is not"
+            raise CallerError(what, got=got, expected="both or none", do=do)
+    size = _number(environment, launcher.world_size, 1, MOST_RANKS, world_size)
+    place = _number(environment, launcher.rank, 0, size - 1, rank)
+    local_rank = _number(environment, launcher.local_rank, 0, size - 1)
+    return World(launcher, place, size, local_rank, _number(environment, launcher.local_size, 1, size))
 
 
 def not_taken(environment: Mapping[str, str]) -> list[str]:
@@ -216,9 +208,8 @@ def read_job(environment: Mapping[str, str]) -> Fact:
         value = environment.get(variable, "")
         if _names_a_job(variable, value):
             name = value if variable == "GRADENGINE_JOB" else f"{variable}={value}"
-            job = f"{name}{_index_in_array(variable, environment)}"
-            refuse_bad_job(job, source=f"the job of {variable}")
-            return Fact(job, variable)
+            refuse_bad_job(name, source=f"the job of {variable}")
+            return Fact(name, variable)
     return Fact("", "")
 
 
@@ -236,19 +227,13 @@ def _names_a_job(variable: str, value: str) -> bool:
     return bool(value) and (variable, value) != ("TORCHELASTIC_RUN_ID", "none")
 
 
-def _index_in_array(variable: str, environment: Mapping[str, str]) -> str:
-    index = environment.get("LSB_JOBINDEX", "") if variable == "LSB_JOBID" else ""
-    return f"[{index}]" if index not in {"", "0"} else ""
-
-
-def _number(text: str) -> int | str:
-    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else text
-
-
-def _local(environment: Mapping[str, str], variable: str, least: int, most: int) -> int | None:
-    if variable not in environment:
+def _number(environment: Mapping[str, str], variable: str, least: int, most: int, given: int | None = None) -> Any:
+    """The number in a variable that is set, or the given one, in this range; None without either."""
+    text = environment.get(variable)
+    if text is None and given is None:
         return None
-    return whole_number(f"environment variable {variable}", _number(environment[variable]), least, most)
+    value = given if text is None else int(text) if re.fullmatch("-?[0-9]{1,9}", text) else text
+    return whole_number(f"environment variable {variable}", value, least, most)
 
 
 def _no_launcher(environment: Mapping[str, str], rank: int | None, world_size: int | None) -> CallerError:

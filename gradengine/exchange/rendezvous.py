@@ -11,11 +11,10 @@ import os
 import re
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any
 from urllib.parse import urlsplit
 
 from gradengine.arguments import as_index, said
@@ -29,21 +28,10 @@ _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
 MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
-_RANK_BYTES = len(".65535")  # that each other rank's path has more
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below those that systems give to connections, and torchrun's 29400 and 29500
 _THIS_HOST = "0.0.0.0"  # noqa: S104  (rank 0 listens on all interfaces, and the ranks beside it reach it there)
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
 _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
-
-
-@final
-class Joining(NamedTuple):
-    """The arguments of `connect`, completed from the environment."""
-
-    url: str
-    rank: int
-    world_size: int
-    secret: str | None
 
 
 def places_of(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
@@ -73,8 +61,8 @@ def is_over_mpi(url: object) -> bool:
 
 def joining(
     url: str | None, rank: int | None, world_size: int | None, secret: str | None, job: str | None, *, served: bool
-) -> Joining:
-    """The arguments of `connect`; those that were not given are read from the environment.
+) -> tuple[str, int, int, str | None]:
+    """The URL, rank, world size and secret of `connect`; those that were not given are read from the environment.
 
     Raises:
         CallerError: An argument is neither given nor in the environment, or cannot be used; nothing was opened.
@@ -92,7 +80,7 @@ def joining(
         address = read_address(os.environ, job, secret, rank, world_size)
         refuse_without_secret(address, secret)
         url = address.value if address.source == _ADDRESS else _made_usable(address, as_index(rank) == 0, served)
-    return Joining(url, rank, world_size, secret)
+    return url, rank, world_size, secret
 
 
 def read_address(
@@ -113,11 +101,9 @@ def read_address(
     Raises:
         CallerError: No variable names a host that all ranks can reach, or none distinguishes this run from others.
     """
-    given = environment.get(_ADDRESS, "")
-    if given == MPI_URL:
-        return Fact(given, _ADDRESS)
-    if given:
-        address_of(given, f" (of environment variable {_ADDRESS})")
+    if given := environment.get(_ADDRESS):
+        if given != MPI_URL:
+            address_of(given, f" (of environment variable {_ADDRESS})")
         return Fact(given, _ADDRESS)
     world = read_world(environment, rank, world_size)
     if (world.world_size if world_size is None else world_size) == 1:
@@ -201,60 +187,34 @@ def _first_host(environment: Mapping[str, str], world: World, secret: str | None
 
 def _run_name(environment: Mapping[str, str], launcher: Launcher, job: str | None) -> tuple[str, str]:
     """A hash (64 bits, in hex) of all that distinguishes this run from others, and the variables that it is from."""
-    parts = {name: _distinguished_by(name, environment[name]) for name in launcher.run if environment.get(name)}
+    parts = {name: environment[name] for name in launcher.run if environment.get(name)}
     given = environment.get("GRADENGINE_JOB", "") if job is None else job
-    if not given and not any(parts.values()):
+    if not given and not parts:
         raise CallerError(
             f"{launcher.name} tells this process nothing that distinguishes two runs on one host",
             got=f"{launcher.rank} and {launcher.world_size} alone",
             do=f"set GRADENGINE_JOB on all ranks, to another name for each run; or {_ADDRESS}=unix:///path",
         )
     text = "\0".join([given, *parts.values()])
-    sources = [name for name in parts if parts[name]] + ["GRADENGINE_JOB" if job is None else "job="] * bool(given)
+    sources = [*parts] + ["GRADENGINE_JOB" if job is None else "job="] * bool(given)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16], ", ".join(sources)
-
-
-def _distinguished_by(variable: str, value: str) -> str:
-    """The variable's value; for PMI_FD, the socket to MPICH's launcher on this host, the launcher's process number."""
-    if variable != "PMI_FD":
-        return value
-    try:
-        with socket.socket(fileno=os.dup(int(value))) as launcher:
-            process, _, _ = struct.unpack("3i", launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    except (
-        AttributeError,
-        OSError,
-        OverflowError,
-        ValueError,
-    ):  # no Linux; closed by a parent, or by MPI_Finalize; no number
-        return ""
-    return str(process) if process else ""
 
 
 def _socket_path(environment: Mapping[str, str], name: str) -> str:
     if not hasattr(os, "getuid"):
         raise CallerError("this system has no Unix sockets", got=sys.platform, expected="Linux or macOS", do=_DO)
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
-    path, do = str(folder.absolute() / name), _ANOTHER_FOLDER
-    if len(os.fsencode(path)) > MOST_PATH_BYTES - _RANK_BYTES:
-        got, expected = f"{len(os.fsencode(path))} bytes", f"at most {MOST_PATH_BYTES - _RANK_BYTES}"
-        raise CallerError(f"TMPDIR is too long for a Unix socket: {path}", got=got, expected=expected, do=do)
-    if urlsplit(f"unix://{path}").path != path:
-        raise CallerError("TMPDIR has a character that a URL cannot have", got=said(path), do=do)
-    return path
+    return str(folder.absolute() / name)
 
 
 def _made_usable(address: Fact, hosts: bool, served: bool) -> str:
-    """The computed URL as this rank needs it; errors about it name the variables that it was made from."""
+    """The computed URL as this rank needs it; a Unix socket's folder is made."""
     if served:
         raise CallerError("served=True needs the server's address", do=f"pass its url, or set {_ADDRESS} to it")
-    parts = urlsplit(address.value)
-    if parts.scheme == "unix":
-        _make_private(Path(parts.path).parent)
-        if hosts:
-            _refuse_answering(address, parts.path)
+    if address.value.startswith("unix://"):
+        _make_private(Path(address.value.removeprefix("unix://")).parent)
         return address.value
-    return f"tcp://{_own_host(address)}:{parts.port}" if hosts else address.value
+    return f"tcp://{_own_host(address)}:{urlsplit(address.value).port}" if hosts else address.value
 
 
 def _make_private(folder: Path) -> None:
@@ -271,28 +231,13 @@ def _make_private(folder: Path) -> None:
         raise CallerError(what, got=got, expected=expected, do=do)
 
 
-def _refuse_answering(address: Fact, path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(path) == 0:
-            what = f"a process listens at {path} already, which is made of {address.source}"
-            do = "give each of two groups its own job=, on all ranks; or end an earlier run's rank 0"
-            raise CallerError(what, do=do)
-
-
 def _own_host(address: Fact) -> str:
     """The host at which rank 0 listens: its own, or everywhere if that means loopback, as in Debian's /etc/hosts."""
-    parts = urlsplit(address.value)
-    host = parts.hostname or ""
-    shown = everywhere() if host == _THIS_HOST else f"[{host}]" if ":" in host else host
+    host = urlsplit(address.value).hostname or ""
     try:
-        family, place = places_of(shown.strip("[]"), parts.port or 0)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        number = str(places_of(host, 0)[0][1][0])
     except (OSError, UnicodeError) as fault:  # of a name with an empty part, or too long a one
-        reason = getattr(fault, "strerror", None) or fault
-        what = f"rank 0 cannot listen at {shown}:{parts.port} ({reason}), made of {address.source}"
+        what = f"rank 0 cannot listen at {host} ({getattr(fault, 'strerror', None) or fault}), made of {address.source}"
         raise CallerError(what, do=_DO) from None
-    number = str(place[0])
     is_hidden = is_loopback(number) and host not in {number, *LOOPBACK}
-    return everywhere() if is_hidden else shown
+    return everywhere() if is_hidden or host == _THIS_HOST else f"[{host}]" if ":" in host else host
