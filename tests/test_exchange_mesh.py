@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -22,12 +21,12 @@ from transports import SOON
 from gradengine import errors
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh as mesh_module
-from gradengine.exchange.addresses import connect_once, listen_socket
+from gradengine.exchange.addresses import MOST_PATH_BYTES, connect_once, listen_socket
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.links import sockets
 from gradengine.exchange.listener import Listener, is_nameless, nameless
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.rendezvous import MOST_PATH_BYTES, address_of
+from gradengine.exchange.rendezvous import address_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused, encode_head
 
 pytestmark = pytest.mark.timeout(150)
@@ -248,34 +247,6 @@ def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
 
         monkeypatch.setattr(Listener, "__init__", listened)
         form(start(Listener(address, SECRET), 3, range(3)))
-
-
-def test_where_descriptors_are_short_strangers_make_room(listener):
-    """There are none while the stranger, who came first, is connected."""
-    taken = []
-
-    class Short:
-        def __init__(self, bare):
-            self.fileno, self.close, self._bare = bare.fileno, bare.close, bare
-
-        def accept(self):
-            if taken and taken[0].fileno() >= 0:
-                raise OSError(errno.EMFILE, "Too many open files")
-            connection, address = self._bare.accept()
-            taken.append(connection)
-            return connection, address
-
-    listener.socket = Short(listener.socket)
-    with contextlib.closing(knock(listener.address)):
-        form(start(listener, 2, range(2)))
-
-
-def test_who_calls_without_descriptors_is_told_at_once(listener, monkeypatch):
-    """Not after the whole timeout, as where nobody answers."""
-    monkeypatch.setattr(mesh_module, "connect_once", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    kind, told = Started(listener.address, 1, 2, clock=lambda: 0.0).error()
-    assert kind is ExchangeError
-    assert "ulimit" in told
 
 
 def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_number(listener, caplog):

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 
 from gradengine.arguments import as_index, said
 from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange.rendezvous import LOOPBACK, MOST_PATH_BYTES, places_of
+from gradengine.exchange.rendezvous import LOOPBACK, places_of
 
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 
+MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
 RETRY_SECONDS = 0.05
 _LINUX_PEER = struct.Struct("iII")  # process, user, group
 _BSD_PEER = struct.Struct("IIh16I"), 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED

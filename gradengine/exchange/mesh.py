@@ -277,7 +277,7 @@ class _Joining:
 
     def join(self, address: Address) -> None:
         """Play the part of each other rank."""
-        listener, addresses = self._retried(partial(self._meet, checked_address(address)))
+        listener, addresses = self._retried(partial(self._meet, address))
         # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
         # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
         for rank in range(1, self._rank):
@@ -313,8 +313,6 @@ class _Joining:
             try:
                 return attempt()
             except OSError as fault:
-                if fault.errno in _FULL:
-                    raise self._full(fault) from None
                 if (refusal := refusal_of(fault, self._called)) is not None:
                     raise refusal from None
                 reason = reason_of(fault)
@@ -410,7 +408,7 @@ class _Joining:
             for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
                 if not isinstance(key.data, Line):
                     self._take_in(key.data, listener.beside)
-                elif key.data.socket.fileno() >= 0:  # it may have had to make room just now
+                elif key.data.socket.fileno() >= 0:  # it may have been one stranger too many just now
                     self._hear(key.data)
             if self._failure is not None:
                 raise self._failure
@@ -419,7 +417,10 @@ class _Joining:
         try:
             connection, _ = listener.accept()
         except OSError as fault:  # for most reasons the caller's: it is gone again
-            self._make_room(fault)
+            if fault.errno in _FULL:
+                what = f"{self._who} can have no more connections ({fault.strerror})"
+                self._refused = ExchangeError(what, do="raise the limit: ulimit -n")
+                time.sleep(RETRY_SECONDS)
             return
         try:
             connection = self._encrypted(connection, is_called=True)
@@ -432,17 +433,8 @@ class _Joining:
             connection.close()
             if not isinstance(fault, OSError):
                 raise
-            self._make_room(fault)
         if len(self._strangers) > _STRANGERS + self._world_size:
             self._drop(self._strangers[0])
-
-    def _make_room(self, fault: OSError) -> None:
-        """Where there can be no more sockets, drop the first stranger; or wait a moment for others to have fewer."""
-        if fault.errno in _FULL and self._strangers:
-            self._drop(self._strangers[0])
-        elif fault.errno in _FULL:
-            self._refused = self._full(fault)
-            time.sleep(RETRY_SECONDS)
 
     def _hear(self, line: Line) -> None:
         """Answer a line's next message, if it is complete."""
@@ -533,11 +525,6 @@ class _Joining:
         if self._tls is None or connection.family == socket.AF_UNIX:
             return connection
         return self._tls.encrypted(connection, is_called=is_called)
-
-    def _full(self, fault: OSError) -> ExchangeError:
-        """The error where this process, or its system, can have no more sockets."""
-        what = f"{self._who} can have no more connections ({fault.strerror})"
-        return ExchangeError(what, do="raise the limit: ulimit -n")
 
     def _best_link(self) -> str:
         """The link of all ranks: the one that was asked for, or the best for how they are connected with this one.

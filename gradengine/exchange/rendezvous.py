@@ -27,7 +27,6 @@ MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
 _ADDRESS = "GRADENGINE_ADDRESS"
 _DO = f"set {_ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _ANOTHER_FOLDER = f"set TMPDIR to another folder, or {_ADDRESS}=unix:///path, on all ranks"
-MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below those that systems give to connections, and torchrun's 29400 and 29500
 _THIS_HOST = "0.0.0.0"  # noqa: S104  (rank 0 listens on all interfaces, and the ranks beside it reach it there)
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
