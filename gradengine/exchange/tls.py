@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -22,6 +21,7 @@ from gradengine.errors import CallerError, HandshakeRefused
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
 VARIABLE = "GRADENGINE_TLS"
 HASH_BYTES = 32
+_CERTIFICATE = re.compile(rb"^-----BEGIN CERTIFICATE-----.+?^-----END CERTIFICATE-----", re.DOTALL | re.MULTILINE)
 _RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
 _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"
 
@@ -49,13 +49,15 @@ class Certificates:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
         self.folder = Path(folder)
-        before = self._read()
+        _, own, _ = (self._content(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY))
         self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._called.num_tickets = 0  # no connection is resumed
-        self.own_hash = self._hash_shown()
-        if self._read() != before:
-            what = f"the certificates in {str(self.folder)!r} were replaced while they were read"
-            raise CallerError(what, do="connect again")
+        first = _CERTIFICATE.search(own)  # OpenSSL shows this one, and takes the others for its chain
+        if first is None:
+            raise CallerError(
+                f"no certificate in {str(self.folder / CERTIFICATE)!r}", expected="PEM", do="see docs/tls.md"
+            )
+        self.own_hash = _hash(ssl.PEM_cert_to_DER_cert(first[0].decode()))
 
     def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
         """A socket that encrypts what is sent over a connected one, which it replaces.
@@ -82,20 +84,6 @@ class Certificates:
             what = f"{loaded} in {str(self.folder)!r} cannot be used ({reason_of(fault)})"
             raise CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md") from None
         return context
-
-    def _hash_shown(self) -> bytes:
-        """The hash of the certificate that is shown, as seen by a client in memory: OpenSSL chooses it in its file."""
-        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        calling, called = client.wrap_bio(back, there), self._called.wrap_bio(there, back, server_side=True)
-        for end in (calling, called, calling):
-            with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-        return _hash(calling.getpeercert(binary_form=True))
-
-    def _read(self) -> list[bytes]:
-        return [self._content(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY)]
 
     def _content(self, path: Path) -> bytes:
         try:
