@@ -30,21 +30,6 @@ class Exporter:
     __dlpack_device__ = __dlpack__
 
 
-def deep():
-    """A list in a list in a list, beyond what Python shows."""
-    value = []
-    for _ in range(10**5):
-        value = [value]
-    return value
-
-
-def recursive():
-    """A list that holds itself."""
-    value = []
-    value.append(value)
-    return value
-
-
 def doubling():
     """A few lists that hold each other so often that nobody can go through all of it."""
     value = []
@@ -53,7 +38,6 @@ def doubling():
     return value
 
 
-DEEP = [deep(), recursive(), {"a": recursive()}, doubling()]
 HOSTILE = [
     *(Exporter(), [Exporter()]),
     *("\ud800", {"\ud800": (2,)}, b"x" * 10**7, "x" * 10**7, 2**62, 2**70, -(2**70), np.str_("3"), np.array("3")),

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import strategies as draw
-from hostile_values import DEEP, HOSTILE, refusal_of
+from hostile_values import HOSTILE, refusal_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,8 +223,8 @@ class TestOtherStructure:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"a": [jnp.ones((2, 3))]}, r"lacks leaf 'a\.1'; None stands for"),
-            ({"a": None}, r"lacks leaf 'a\.0' \(and 1 more\): got 'a'"),
+            ({"a": [jnp.ones((2, 3))]}, r"lacks leaf 'a\.1'; give None for"),
+            ({"a": None}, r"lacks leaf 'a\.0' \(and 1 more\); give"),
             ({"a": [jnp.ones((2, 3)), jnp.ones(4), jnp.ones(1)]}, r"unexpected leaf 'a\.2'$"),
             ({"d": jnp.ones(1), "e": None}, r"unexpected leaf 'd' \(and 1 more\)$"),
             ({"c": jnp.ones(6)}, r"unexpected leaf 'c': got shape \(6,\), expected None"),
@@ -427,7 +427,7 @@ TWO = GradientTree({"w": jnp.ones(2)})
 @pytest.mark.parametrize(
     "call",
     [
-        *(GradientTree, TWO.gradients, TWO.tree, lambda v: TWO.tree({"w": v}, copy=True)),
+        *(GradientTree, TWO.gradients, TWO.tree),
         lambda v: TWO.tree({"w": np.ones(2, np.float32)}, copy=v),
         *(lambda v: clip_by_global_norm(v, 1.0), lambda v: clip_by_global_norm({"w": v}, 1.0)),
         lambda v: clip_by_global_norm({"w": jnp.ones(2)}, v),
@@ -436,10 +436,3 @@ TWO = GradientTree({"w": jnp.ones(2)})
 def test_whatever_a_call_is_given_it_is_taken_or_refused_by_an_error_of_ours(call):
     refusals = [refusal_of(functools.partial(call, value)) for value in [*HOSTILE, jnp.float32(2), jnp.ones(2)]]
     assert max(map(len, refusals)) < 1500
-
-
-@pytest.mark.parametrize("call", [GradientTree, TWO.gradients, lambda v: clip_by_global_norm(v, 1.0)])
-def test_a_tree_that_is_too_deep_or_too_large_is_refused_before_jax_sees_it(call):
-    for tree in DEEP:
-        with pytest.raises(LayoutMismatch, match=r"too deep|too large"):
-            call(tree)

@@ -209,8 +209,8 @@ class TestRefused:
         with pytest.raises(WindowError, match="weight 2"), attached.micro_batch(weight=2.0):
             pass
         assert not engines[0].has_open_window
-        with pytest.raises(CallerError, match="paused"):
-            attached.paused()
+        with pytest.raises(CallerError, match="paused"), attached.paused():
+            pass
         theirs.unused.main_grad = torch.zeros(3)
         with pytest.raises(CallerError, match="'unused' has a main_grad"):
             attach(theirs, engines[1], main_grad=True)

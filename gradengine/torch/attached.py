@@ -6,13 +6,14 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, SupportsFloat, final
 
 import torch
+import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradengine.accumulate.state import State
@@ -27,7 +28,6 @@ from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
 from gradengine.torch.main_grad import MainGrads, takes_added
-from gradengine.torch.weights import refuse_other_weights
 
 # torch's private names: without them a backward has to be in a `with`.
 _current_graph_task = getattr(torch._C, "_current_graph_task_id", None)
@@ -56,8 +56,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
 
     Raises:
         LayoutMismatch: The layout is not `layout_of(module)`: names the first parameter that differs.
-        BufferRefused: A parameter is on another device, or has a gradient already.
-        CallerError: The module, a part of it or the engine is attached already, or a parameter has a `main_grad`.
+        CallerError: The engine is attached already, or a parameter has a `main_grad`.
 
     Example::
 
@@ -77,15 +76,8 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
             warnings.simplefilter("ignore")
             warn_of_other_ranks()  # it warns once in a process: here nobody needs it
     _refuse_other_layout(layout_of(module), engine.layout)
-    device = engine.accumulator.kernels.device.name
-    for name, parameter in parameters.items():
-        if str(parameter.device) != device:
-            what = f"parameter '{name}' is on another device than the engine"
-            raise BufferRefused(what, got=parameter.device, expected=device)
-        if parameter.grad is not None:
-            raise BufferRefused(f"parameter '{name}' has a gradient already", do="call zero_grad() before attach()")
-    for other in list(_live):
-        other._refuse_same(parameters, engine)
+    if any(other._engine is engine for other in _live):
+        raise CallerError("the engine is attached to another module", do="remove() what attach() returned first")
     return Attached(module, parameters, engine, alone=alone, main_grad=main_grad)
 
 
@@ -120,15 +112,17 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
-        own = weakref.ref(self)
-        called_before, called, refuse = map(torch.compiler.disable, (_look, _take, _refuse_early))
+        call = torch.compiler.disable(_call)
+        look, take, refuse = (
+            partial(call, weakref.WeakMethod(m)) for m in (self._look, self._take, self._refuse_early)
+        )
         self._main_grads = MainGrads(parameters, engine.accumulator.arrays()) if main_grad else None
         handles: list[Any] = [self._main_grads] if self._main_grads else []
         for name, parameter in parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
-            handles.append(parameter.register_hook(partial(called_before, own, weakref.ref(parameter), name)))
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(called, own, name)))
-        handles.append(register_optimizer_step_post_hook(partial(refuse, own)))
+            handles.append(parameter.register_hook(partial(look, name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
+        handles.append(register_optimizer_step_post_hook(refuse))
         self._remove = weakref.finalize(self, _remove_all, handles)
         self._refusal = None if main_grad else self._remove  # of a bare engine.step(): it would leave each .grad None
         engine.accumulator.state.hooks = self._refusal
@@ -158,7 +152,8 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._unentered = self._engine.micro_batch(weight, last=last)
         return _Passes(self, self._unentered)
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """A context in which backward sets `.grad` as in plain torch: for another model's loss that runs through this.
 
         Example::
@@ -170,7 +165,11 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         if self._main_grads:
             do = "freeze the module, or give the other model's loss a module without main_grad"
             raise CallerError("layers that add to main_grad do so also while attached is paused", do=do)
-        return _Pause(self)
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
     def step(self, *, scaler: Any = None, unscale: bool = True, partial: bool = False) -> StepResult:
         """Step the engine, and set each parameter's `.grad` to its result, for any optimizer.
@@ -211,12 +210,12 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._drop_unfinished()
         self._refuse_stray()
         if self._engine.world_size > 1 and self._engine.current_step == 0:
-            refuse_other_weights(self._engine, self._parameters)
+            self._refuse_other_weights()
         used = scaler if scaler is not None and _is_enabled(scaler) else None
         loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
         if loss_scale is not None and unscale:
             _refuse_updated(used, self._scales or {})
-        with self._on(self._current_stream()):
+        with self._device.on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
         is_skipped = self._engine.on_non_finite == "skip" and self._device.relaxed(float, result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
@@ -236,18 +235,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._remove()
         _live.discard(self)
 
-    def _refuse_same(self, parameters: Mapping[str, torch.nn.Parameter], engine: GradientEngine) -> None:
-        """Raise `CallerError` if any of these parameters, or the engine, is attached by this object."""
-        own, do = {id(parameter) for parameter in self._parameters.values()}, "remove() what attach() returned first"
-        for name, parameter in parameters.items():
-            if id(parameter) in own:
-                raise CallerError(f"parameter '{name}' is attached to an engine already", do=do)
-        if engine is self._engine:
-            raise CallerError("the engine is attached to another module", do=do)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     # ---- in backward ----
@@ -257,7 +245,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._note_scales()
         if self._main_grads:
             self._refuse_stray()
-            with self._on(self._current_stream()):
+            with self._device.on(self._current_stream()):
                 micro_batch.begin()
         self._within, self._unentered = micro_batch, None
 
@@ -287,11 +275,14 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._within = None
         if fault[0] is None:
             self._add_noted(micro_batch)
-        with self._on(self._current_stream()):
+        with self._device.on(self._current_stream()):
             micro_batch.__exit__(*fault)
 
-    def _note_old(self, name: str, old: torch.Tensor | None) -> None:
+    def _look(self, name: str, _: torch.Tensor) -> None:
         """Note a `.grad` to which backward would add: torch.autograd.grad comes here too, and adds nothing."""
+        old = self._parameters[name].grad
+        if old is None and not self._old:
+            return
         given = self._given.get(name)
         is_given = given is not None and given() is old  # noted also as zeros, which lie in the engine's memory
         # DistributedDataParallel leaves zeros after the sum of its own.
@@ -304,6 +295,13 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._pauses:
             return
+        try:
+            self._add(name, parameter)
+        except BaseException:
+            self._spoil()
+            raise
+
+    def _add(self, name: str, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         is_anothers = name in self._old  # backward added to memory of another's
         if is_anothers and self._old[name]:
@@ -332,7 +330,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
 
     def _add_noted(self, micro_batch: MicroBatch) -> None:
         """Add what is noted, on the stream that made it: torch may give freed memory to later work there at once."""
-        with self._on(self._stream):
+        with self._device.on(self._stream):
             micro_batch.add_noted()
 
     def _in_layouts_order(self, name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -375,7 +373,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         micro_batch, self._of_backward = self._of_backward, None
         if micro_batch is not None:
             self._add_noted(micro_batch)
-            with self._on(self._current_stream()):
+            with self._device.on(self._current_stream()):
                 micro_batch.end()
 
     def _drop_unfinished(self) -> None:
@@ -384,10 +382,6 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._within = self._unentered = None  # of a `with` that an interrupt kept from being left, or entered
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
-
-    def _on(self, stream: int | None) -> AbstractContextManager[object]:
-        """A context in which a GPU engine's work is queued on one of torch's streams, so that no event is needed."""
-        return self._device.on(stream)
 
     # ---- the step ----
 
@@ -406,7 +400,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
-    def _refuse_early_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
 
         Not before it: its own hooks, or a closure, may step the engine.
@@ -433,6 +427,21 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
                 got=f"world size {group.get_world_size()}, and 1",
                 do="build the engine with exchange=connect(); or attach(..., alone=True) if each has its own model",
             )
+
+    def _refuse_other_weights(self) -> None:
+        """Raise `CallerError`, on all ranks alike, if a rank's parameters are not rank 0's, by 8 bytes for each."""
+        digests = []
+        for parameter in self._parameters.values():
+            values = parameter.detach().cpu().contiguous().flatten()  # whatever the strides
+            digests.append(xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()))
+        told = self._engine.all_gather_object("digests of the weights", digests)
+        for rank, theirs in enumerate(told):
+            for name, one, first in zip(self._parameters, theirs, told[0], strict=True):
+                if one != first:
+                    raise CallerError(
+                        f"parameter '{name}' of rank {rank} is not that of rank 0: the ranks train different models",
+                        do="seed all ranks alike before the model is made, or load one checkpoint on all of them",
+                    )
 
     def _refuse_other_parameters(self) -> None:
         for name, parameter in trainable(self._module).items():
@@ -462,45 +471,11 @@ class _Passes(AbstractContextManager[None]):
         self._attached._leave(self._micro_batch, *fault)
 
 
-@final
-class _Pause(AbstractContextManager[None]):
-    """The context of `paused`. A `.grad` that is left after it is refused later, as one that a step left."""
-
-    def __init__(self, attached: Attached) -> None:
-        self._attached = attached
-
-    def __enter__(self) -> None:
-        self._attached._pauses += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._attached._pauses -= 1
-        for name, parameter in self._attached._parameters.items():
-            if parameter.grad is not None:
-                self._attached._given[name] = weakref.ref(parameter.grad)
-
-
-def _look(
-    attached: weakref.ref[Attached], parameter: weakref.ref[torch.nn.Parameter], name: str, _: torch.Tensor
-) -> None:
-    found, owner = parameter(), attached()
-    if found is not None and owner is not None and (found.grad is not None or owner._old):
-        owner._note_old(name, found.grad)
-
-
-def _take(attached: weakref.ref[Attached], name: str, parameter: torch.nn.Parameter) -> None:
-    owner = attached()
-    if owner is not None:
-        try:
-            owner._take(name, parameter)
-        except BaseException:
-            owner._spoil()
-            raise
-
-
-def _refuse_early(attached: weakref.ref[Attached], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    owner = attached()
-    if owner is not None:
-        owner._refuse_early_optimizer(optimizer)
+def _call(method: weakref.WeakMethod[Callable[..., None]], *given: Any) -> None:
+    """Call a method of an object that may be gone."""
+    found = method()
+    if found is not None:
+        found(*given)
 
 
 def _reader_of_streams(device: str) -> Callable[[], int | None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradengine.engine.result import StepResult
@@ -47,7 +46,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     before = {parameter: parameter.grad for parameter in trainable(module).values()}
     give(module, result.sums, result.unused)
     try:
-        _refuse_other_gradients(optimizer, result, before)
+        _refuse_other_gradients(optimizer, before)
         _step_scaled(optimizer, result)
     except BaseException:
         for parameter, gradient in before.items():  # a sum that is left would be the next optimizer's gradient
@@ -60,27 +59,19 @@ def _refuse_not_fused(optimizer: Any) -> None:
     # A loaded state dict brings its own `fused` with it.
     if takes_both and all(group.get("fused", True) for group in optimizer.param_groups):
         return
-    # Adagrad's takes a scale in newer versions of torch alone.
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    is_fused = bool(groups) and all(group.get("fused") for group in groups)
-    flaw = f"takes no scale in torch {torch.__version__}" if is_fused else "is not fused"
-    mend = "" if is_fused else "build it with fused=True, or "
-    raise CallerError(
+    raise CallerError(  # Adagrad's takes a scale in newer versions of torch alone
         "the optimizer cannot scale and skip by itself",
-        got=f"{type(optimizer).__name__} that {flaw}",
-        expected="one of torch's fused optimizers",
-        do=f"{mend}use engine.step() without deferred, and optimizer.step()",
+        got=type(optimizer).__name__,
+        expected="Adam, AdamW, SGD or Adagrad with fused=True, and a torch that lets it scale",
+        do="use engine.step() without deferred, and optimizer.step()",
     )
 
 
-def _refuse_other_gradients(
-    optimizer: torch.optim.Optimizer, result: StepResult, own: Mapping[torch.nn.Parameter, Any]
-) -> None:
-    """Raise `BufferRefused` for gradients outside the arena, which the optimizer would divide like the window's sum."""
-    start, stop = _extent(result.sums.values())
+def _refuse_other_gradients(optimizer: torch.optim.Optimizer, own: Mapping[torch.nn.Parameter, Any]) -> None:
+    """Raise `BufferRefused` for others' gradients, which the optimizer would divide like the window's sum."""
     parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     for (group, index), parameter in parameters.items():
-        if parameter.grad is not None and not _is_within(parameter.grad, start, stop):
+        if parameter.grad is not None and parameter not in own:
             raise BufferRefused(
                 f"param_groups[{group}]['params'][{index}] has a gradient that is not this result's",
                 got=f"shape {tuple(parameter.shape)}",
@@ -88,17 +79,6 @@ def _refuse_other_gradients(
             )
     if own.keys().isdisjoint(parameters.values()):
         raise CallerError("none of the optimizer's parameters is the module's", do="pass the module that it trains")
-
-
-def _extent(arrays: Iterable[Any]) -> tuple[int, int]:
-    """The address range of NumPy or CuPy arrays, by their own attributes: from_dlpack takes 10 us each."""
-    places = [(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr, a.nbytes) for a in arrays if a.size]
-    return min((first for first, _ in places), default=0), max((first + size for first, size in places), default=0)
-
-
-def _is_within(tensor: torch.Tensor, start: int, stop: int) -> bool:
-    is_dense = tensor.layout is torch.strided
-    return is_dense and (not tensor.numel() or start <= tensor.data_ptr() <= stop - tensor.nbytes)
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:

@@ -74,8 +74,7 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
     parameters, allocate = trainable(module), truth_value("allocate", allocate)
     for parameter in parameters.values():
         if allocate and parameter.grad is None:
-            # Older torch has no grad_dtype; None means any.
-            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+            parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype_of(parameter))
     gradients = ModuleGradients({name: parameter.grad for name, parameter in parameters.items()})
     _refuse_uncleared(gradients)
     orders = {name: memory_order(parameter) for name, parameter in parameters.items() if not parameter.is_contiguous()}
@@ -104,6 +103,7 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
         for name, gradient in tensors_of(model, engine.step().gradients).items():
             masters[name].grad = gradient  # fp32 master weights of a bf16 model
     """
+    refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
     return {name: view_for(parameter, name, gradients) for name, parameter in trainable(module).items()}
 
 
@@ -210,7 +210,6 @@ def grad_dtype_of(parameter: torch.nn.Parameter) -> torch.dtype | None:
 
 def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
     """The gradient of that name with the parameter's shape and strides."""
-    refuse_other_kind("gradients", gradients, Mapping, do="pass result.gradients")
     order = memory_order(parameter)
     ordered = parameter if order is None else parameter.permute(order)
     view = from_dlpack(gradients[name]) if name in gradients else None
@@ -230,21 +229,15 @@ def give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[s
     """Set each parameter's `.grad` to a view of its gradient, or None if it is unused; all or, with an error, none."""
     parameters, views = trainable(module), tensors_of(module, gradients)
     for name, view in views.items():
-        _refuse_as_gradient(view, parameters[name], name)
+        parameter, do = parameters[name], "use engine.step(out=gradients_of(module, allocate=True)), which rounds"
+        if (taken := grad_dtype_of(parameter)) not in (None, view.dtype):
+            what = f"parameter '{name}' takes gradients of another dtype"
+            raise BufferRefused(what, got=view.dtype, expected=taken, do=do)
+        if view.device != parameter.device:
+            what = f"parameter '{name}' is on another device than the engine"
+            raise BufferRefused(what, got=parameter.device, expected=view.device)
     for name, parameter in parameters.items():
         parameter.grad = None if name in unused else views[name]
-
-
-def _refuse_as_gradient(view: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> None:
-    taken = grad_dtype_of(parameter)
-    if taken not in (None, view.dtype):
-        do = "use engine.step(out=gradients_of(module, allocate=True)), which rounds to the parameter's dtype"
-        raise BufferRefused(
-            f"parameter '{name}' takes gradients of another dtype", got=view.dtype, expected=taken, do=do
-        )
-    if view.device != parameter.device:
-        what = f"parameter '{name}' is on another device than the engine"
-        raise BufferRefused(what, got=parameter.device, expected=view.device)
 
 
 def as_tensor(number: Any) -> torch.Tensor:
