@@ -1,12 +1,10 @@
-"""Threads of one object, a bell to wake a thread, and cached properties without a lock."""
+"""A bell to wake a thread, and cached properties without a lock."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from functools import cached_property as cached_property  # noqa: PLC0414  (so that it is exported)
@@ -51,39 +49,3 @@ class Bell:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the bell is rung; returns False if that takes longer than `seconds`."""
         return self._silence.acquire(timeout=-1 if seconds is None else seconds)
-
-
-@final
-class Threads:
-    """The daemon threads of one object."""
-
-    def __init__(self) -> None:
-        self._running: set[threading.Thread] = set()
-
-    def spawn(self, name: str, work: Callable[..., None], *arguments: object) -> None:
-        """Start a thread of this name that calls `work(*arguments)`.
-
-        Raises:
-            RuntimeError: The process can have no more threads.
-        """
-
-        def run() -> None:
-            try:
-                work(*arguments)
-            finally:
-                self._running.discard(thread)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._running.add(thread)
-        try:
-            thread.start()
-        except BaseException:
-            self._running.discard(thread)
-            raise
-
-    def join(self, seconds: float) -> None:
-        """Wait until all but the calling thread have ended, at most `seconds`; may be called again."""
-        deadline = time.monotonic() + seconds
-        for thread in tuple(self._running):
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))

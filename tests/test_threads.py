@@ -1,42 +1,12 @@
-"""Threads of one object, and properties that are computed once."""
+"""Bells, and properties that are computed once."""
 
 import subprocess
 import sys
 import threading
-import time
 
-import pytest
 from transports import SOON
 
-from gradengine.threads import Bell, Threads
-
-
-class TestThreads:
-    def test_are_waited_for_until_they_have_ended_and_no_longer_than_told(self):
-        threads, gate = Threads(), threading.Semaphore(0)
-        threads.spawn("gradengine-test", gate.acquire)
-        threads.join(0.01)
-        assert "gradengine-test" in {thread.name for thread in threading.enumerate()}
-        gate.release()
-        threads.join(SOON)
-        assert "gradengine-test" not in {thread.name for thread in threading.enumerate()}
-
-    def test_one_that_its_own_work_ends_waits_for_the_others_alone(self):
-        threads, waited = Threads(), []
-        threads.spawn("gradengine-test", lambda: waited.append(threads.join(SOON)))
-        threads.join(SOON)
-        assert waited
-
-    def test_where_the_process_may_have_no_more_it_says_so_and_nobody_is_waited_for(self, monkeypatch):
-        def none(*_):
-            raise RuntimeError("can't start new thread")
-
-        threads, started = Threads(), time.monotonic()
-        monkeypatch.setattr(threading.Thread, "start", none)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threads.spawn("gradengine-test", none)
-        threads.join(SOON)
-        assert time.monotonic() - started < SOON
+from gradengine.threads import Bell
 
 
 def test_a_child_forked_while_a_property_is_computed_computes_its_own():

@@ -30,9 +30,6 @@ from gradengine.exchange.wire import (
 Kind = TypeVar("Kind", bound=Message)
 
 _PAYLOADS = {Refused: MAX_TEXT_BYTES, Abort: MAX_TEXT_BYTES, Members: MAX_SMALL_PAYLOAD}  # the others have none
-# A machine that vanishes is noticed 20 s after the last byte from it, if nothing is on its way there: else a link must
-# look, see `has_vanished`. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 @final
@@ -58,13 +55,6 @@ class Line:
         close_in_children(connection)
         if left is None:
             connection.setblocking(False)
-        if not self.is_local:
-            with contextlib.suppress(OSError):  # macOS: the other end is gone already, as reading will show
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in _KEEP_ALIVE.items():
-                    if hasattr(socket, name):
-                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @property
     def has_gone(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, whole_number
@@ -24,7 +24,7 @@ from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener
 from gradengine.exchange.mesh import link_to_ranks
 from gradengine.exchange.tls import certificates_of
-from gradengine.threads import Bell, Threads
+from gradengine.threads import Bell
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,13 +100,15 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         self._ended: deque[GradientError | None] = deque(maxlen=1)  # how the last group did, where nobody was told
         self._waits_since = math.inf  # in `serve`
         self._group: tuple[SocketLink, Hub] | None = None  # once it has joined
-        self._news, self._threads = Bell(), Threads()
+        self._news = Bell()
         self._listener = Listener(address, secret)
         self.address = self._listener.address
+        self._thread = threading.Thread(target=self._run, name="gradengine-server", daemon=True)
         try:
-            self._threads.spawn("gradengine-server", self._run)
+            self._thread.start()
         except BaseException:
-            self.close()
+            self._is_closing = True
+            self._listener.close()
             raise
 
     @property
@@ -146,21 +148,21 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
         self._is_closing = True
-        self._threads.join(_CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
         self._listener.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- its thread ----
 
     def _run(self) -> None:
-        while not self._closes():
+        while not self._is_closing:
             failure = self._serve_one()
-            if not self._closes():
+            if not self._is_closing:
                 self._ended.append(failure)
                 self._news.ring()
                 if failure is not None:

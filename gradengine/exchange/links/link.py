@@ -56,6 +56,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         has_failed: Whether this, or another error, was raised to a caller, and not in the background only. MPI then
             ends all processes of the job when this one ends.
         way_on: What a caller can do once a rank is lost, for errors.
+        is_closed: Whether this link was closed.
         unwritten: Once the link is closed: open receives that had certainly not begun to write to their memory.
     """
 
@@ -70,6 +71,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     lost: int | None = None
     has_failed: bool = False
     way_on: str = "reconnect on all ranks"
+    is_closed: bool = False
     unwritten: Sequence[Completion] = ()
 
     @abstractmethod
@@ -140,6 +142,16 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """The error for a rank's message that was damaged: the memory does not hold what was sent."""
         what = f"what {self.named(peer)} sent {self.named(self.rank)} was damaged on the way: {sent}"
         return ProtocolError(what, do=f"{self.way_on}; test the memory and the network of both hosts")
+
+    def other_size(self, peer: int, tag: int, size: int, memory: Memory) -> ProtocolError:
+        """The error for a rank's message that does not fit the memory to receive it."""
+        what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
+        return ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+
+    def refuse_closed(self) -> None:
+        """Raise `PeerLost` if this link is closed."""
+        if self.is_closed:
+            raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def lost_by(self, peer: int, lost: int | None) -> PeerLost:
         """The error for a transfer with a rank that has closed its link, because it lost the rank `lost`, if any."""

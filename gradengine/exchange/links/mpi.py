@@ -68,7 +68,6 @@ class MpiLink(Link):
         self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
         self._counts: Counter[tuple[Completed, int]] = Counter()  # transfers that are over, with each rank
         self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed
-        self.is_closed = False
         for peer in range(self.world_size):
             if peer != self.rank:
                 self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
@@ -83,7 +82,7 @@ class MpiLink(Link):
 
     def poll(self) -> list[Completion]:
         with self._lock:
-            self._refuse_closed()
+            self.refuse_closed()
             over = self._take()
             if not over:
                 self._refuse_lost()
@@ -102,7 +101,7 @@ class MpiLink(Link):
 
     def _begin(self, call: Any, transfer: Completion, memory: Memory) -> None:
         with self._lock:
-            self._refuse_closed()
+            self.refuse_closed()
             self._requests.append(call([memory, memory.nbytes, self._mpi.BYTE], transfer.peer, transfer.tag))
             self._transfers.append((transfer, memory))
 
@@ -144,17 +143,12 @@ class MpiLink(Link):
             self._counts[kind, peer] += 1
             over.append(transfer)
             if kind is Completed.RECEIVED and (size := status.Get_count(self._mpi.BYTE)) != memory.nbytes:
-                what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
-                other_size = ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+                other_size = self.other_size(peer, tag, size, memory)
         for index in sorted(done or (), reverse=True):
             del self._requests[index], self._transfers[index]
         if other_size is not None:
             raise other_size
         return over
-
-    def _refuse_closed(self) -> None:
-        if self.is_closed:
-            raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
         """Raise `PeerLost` if a transfer is open with a rank that has closed, and will not be over.

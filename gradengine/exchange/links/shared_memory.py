@@ -96,7 +96,7 @@ class SharedMemoryLink(SocketLink):
 
     def release(self, peer: int, tag: int) -> None:
         with self._lock:
-            self._refuse_closed()
+            self.refuse_closed()
             del self._borrowed[peer, tag]
             if self._has_left(peer):
                 self._receive_farewell(peer)
@@ -144,7 +144,7 @@ class SharedMemoryLink(SocketLink):
             self._over.append(Completion(Completed.RECEIVED, peer, tag))
             return
         if size != sink.nbytes:
-            raise self._other_size(peer, tag, size, sink)
+            raise self.other_size(peer, tag, size, sink)
         np.copyto(sink.reshape(-1).view(np.uint8), source)
         if not self._has_left(peer):
             self._copied.add(receipt)
@@ -169,7 +169,7 @@ class SharedMemoryLink(SocketLink):
             return
         peer, tag = connection.peer, connection.held
         if peer in self._left:  # else it would be missed only after what is held
-            raise self._ended(peer)
+            raise self._gone(peer)
         if tag & _RELEASED:
             what = f"rank {peer} says that it has read what rank {self.rank} has not lent"
             raise ProtocolError(what, got=f"tag {tag % _LENT}")

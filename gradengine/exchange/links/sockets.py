@@ -34,6 +34,9 @@ _FORM = (0x93, 0xCE, 0xCF, 0xC6)
 _MOST_BYTES = (1 << 32) - 1
 _FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
 _TCP_INFO = struct.Struct("=24xI28xI")  # Linux: packets without an acknowledgement, and ms since the last one
+# A machine that vanishes is noticed 20 s after the last byte from it, if nothing is on its way there: else a link must
+# look, see `has_vanished`. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
 _discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what has run out
@@ -90,7 +93,7 @@ class SocketLink(Link):
 
     def poll(self) -> list[Completion]:
         with self._lock:
-            self._refuse_closed()
+            self.refuse_closed()
             self._end_vanished()
             self._move_until_over()
             over, self._over = self._over, []
@@ -126,6 +129,7 @@ class SocketLink(Link):
                 raise self.lost_by(peer, self._farewells[peer])
 
     def close(self) -> None:
+        self.is_closed = True
         self.bell.end()  # whoever waits for it has the lock
         with self._lock:
             for connection in self._connections.values():
@@ -139,7 +143,7 @@ class SocketLink(Link):
     # ---- inside ----
 
     def _begin(self, transfer: Completion, memory: Memory) -> None:
-        self._refuse_closed()
+        self.refuse_closed()
         self._open[transfer] = memory
         if transfer.peer in self._faults:
             self.bell.ring()
@@ -154,10 +158,6 @@ class SocketLink(Link):
     def _end(self, transfer: Completion, *, is_damaged: bool = False) -> None:
         del self._open[transfer]
         self._over.append(transfer._replace(kind=Completed.DAMAGED) if is_damaged else transfer)
-
-    def _refuse_closed(self) -> None:
-        if self.bell.has_ended:
-            raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
         if not self._faults:  # as nearly always
@@ -232,7 +232,7 @@ class SocketLink(Link):
             while connection.missing:
                 count = self._fill(connection)
                 if not count:
-                    raise self._ended(connection.peer)
+                    raise self._gone(connection.peer)
                 connection.missing = connection.missing[count:]
                 self.moved_bytes += count
                 connection.received += count
@@ -260,18 +260,14 @@ class SocketLink(Link):
         if tag == _FAREWELL:
             lost = connection.checksum - 1
             self._farewells[peer] = lost if 0 <= lost < self.world_size else None
-            raise self._ended(peer)
+            raise self._gone(peer)
         if transfer not in self._open:
             connection.held = tag
             return
         memory = self._open[transfer]
         if size != memory.nbytes:
-            raise self._other_size(peer, tag, size, memory)
+            raise self.other_size(peer, tag, size, memory)
         connection.receiving, connection.missing = transfer, _view(memory)
-
-    def _other_size(self, peer: int, tag: int, size: int, memory: Memory) -> ProtocolError:
-        what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
-        return ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
 
     def _write(self, connection: Connection) -> None:
         """Send until there is no room."""
@@ -300,8 +296,7 @@ class SocketLink(Link):
     def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank, and keep its first fault, to be raised."""
         if isinstance(fault, OSError):
-            what = f"{self.named(peer)} is gone: the connection with it is lost ({reason_of(fault)})"
-            fault = PeerLost(what, do="reconnect on all ranks")
+            fault = self._gone(peer, f"the connection with it is lost ({reason_of(fault)})")
         self._faults.setdefault(peer, fault)
         connection = self._connections[peer]
         connection.outgoing.clear()
@@ -310,11 +305,10 @@ class SocketLink(Link):
     def _end_vanished(self) -> None:
         for peer in self._vanished & {*self._connections}:
             self._connections[peer].has_ended = True
-            what = f"{self.named(peer)} is gone: its machine has answered nothing for {VANISHED_SECONDS:g} s"
-            self._fail(peer, PeerLost(what, do="reconnect on all ranks"))
+            self._fail(peer, self._gone(peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s"))
 
-    def _ended(self, peer: int) -> PeerLost:
-        return PeerLost(f"{self.named(peer)} is gone: its connection has ended", do="reconnect on all ranks")
+    def _gone(self, peer: int, why: str = "its connection has ended") -> PeerLost:
+        return PeerLost(f"{self.named(peer)} is gone: {why}", do=self.way_on)
 
     def _leave(self, connection: Connection) -> None:
         """Close a connection, after a farewell if it is not in the middle of a message; also if memory has run out."""
@@ -355,11 +349,16 @@ def has_vanished(connection: socket.socket) -> bool:
 
 
 def set_options(connection: socket.socket) -> None:
-    """Set the options that make a socket fast."""
+    """Set the options that make a socket fast, and that notice a machine that vanishes."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
-    else:
+        return
+    with contextlib.suppress(OSError):  # macOS: the other end is gone already, as reading will show
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def checksum(tag: int, memory: Memory) -> int:

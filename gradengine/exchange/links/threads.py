@@ -9,7 +9,6 @@ from typing import NamedTuple, final
 import numpy as np
 
 from gradengine.arguments import checked_rank
-from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
 from gradengine.threads import Bell
 
@@ -61,7 +60,7 @@ class ThreadLink(Link):
     def release(self, peer: int, tag: int) -> None:
         group, mine = self._group, self._group.ranks[self.rank]
         with group.lock:
-            self._refuse_closed()
+            self.refuse_closed()
             del mine.borrowed[peer, tag], mine.open[Completion(Completed.RECEIVED, peer, tag)]
             self._end(peer, Completion(Completed.SENT, self.rank, tag))
             group.ranks[peer].left.ring()
@@ -69,7 +68,7 @@ class ThreadLink(Link):
     def poll(self) -> list[Completion]:
         group, mine = self._group, self._group.ranks[self.rank]
         with group.lock:
-            self._refuse_closed()
+            self.refuse_closed()
             match = mine.matched.popleft() if mine.matched else None
             if match is None and not mine.over:
                 self._refuse_lost()
@@ -92,6 +91,7 @@ class ThreadLink(Link):
                 mine.copying = None
             if not mine.is_closed:
                 mine.is_closed, mine.lost = True, self.lost
+            self.is_closed = True
             mine.open, mine.matched, mine.borrowed, mine.over = {}, deque(), {}, []
             for rank in group.ranks:
                 rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
@@ -105,7 +105,7 @@ class ThreadLink(Link):
         kind, peer, tag = transfer
         other = Completed.RECEIVED if kind is Completed.SENT else Completed.SENT
         with group.lock:
-            self._refuse_closed()
+            self.refuse_closed()
             mine.open[transfer] = memory
             # Of another rank the memory is known while its transfer is open: it waits for this one.
             counterpart, others = Completion(other, self.rank, tag), group.ranks[peer].open
@@ -125,8 +125,7 @@ class ThreadLink(Link):
         group, is_copied = self._group, False
         try:
             if source.nbytes != sink.nbytes:
-                what = f"rank {peer} sent rank {self.rank} another size with tag {tag}"
-                raise ProtocolError(what, got=f"{source.nbytes} bytes", expected=f"{sink.nbytes} bytes")
+                raise self.other_size(peer, tag, source.nbytes, sink)
             np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
             is_copied = True
         finally:
@@ -145,10 +144,6 @@ class ThreadLink(Link):
             del rank.open[transfer]  # last: if this is interrupted, the other rank is to see that this one closes
             if number != self.rank:
                 rank.bell.ring()
-
-    def _refuse_closed(self) -> None:
-        if self._group.ranks[self.rank].is_closed:
-            raise PeerLost(f"the link of rank {self.rank} is closed")
 
     def _refuse_lost(self) -> None:
         ranks = self._group.ranks
