@@ -17,7 +17,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send
 from gradengine.kernels import CHUNK, HostKernels
-from gradengine.kernels.device import DeviceArena
+from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.layout import GradientLayout
 
 KERNELS = HostKernels(threads=1)

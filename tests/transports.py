@@ -20,7 +20,7 @@ from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.pump import Pump
-from gradengine.kernels.device import DeviceArena
+from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.layout import GradientLayout
 
 JOINED_SECONDS = 120.0  # a thread that still runs then hangs

@@ -64,8 +64,8 @@ from gradengine.exchange.shares import refuse_started, shares_of
 from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
+from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
-from gradengine.kernels.device import DeviceArena
 from gradengine.layout import GradientLayout, Span
 
 if TYPE_CHECKING:

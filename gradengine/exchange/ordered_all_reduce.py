@@ -34,8 +34,8 @@ from gradengine.exchange.links.link import Completion, Memory
 from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send, Transfer
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
+from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
-from gradengine.kernels.device import DeviceArena
 from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 

@@ -22,7 +22,7 @@ from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.patience import Late, Patience
 from gradengine.exchange.shares import refuse_started
 from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
-from gradengine.kernels.device import DeviceArena
+from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.layout import Span
 from gradengine.threads import Bell
 

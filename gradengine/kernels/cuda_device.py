@@ -19,7 +19,6 @@ from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
-from gradengine.kernels.device import DeviceArena
 from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
 from gradengine.kernels.streams import CurrentStream, StreamOrder
@@ -102,9 +101,9 @@ class CudaDevice(CudaRuntime):
     def order(self, memory: Buffer | None = None) -> StreamOrder:
         return StreamOrder(self, memory.owner if memory else None)
 
-    def in_parts(self, arena: Buffer) -> CopiedArena:
+    def in_parts(self, arena: Buffer) -> DeviceArena:
         """See `Device.in_parts`; on streams of their own."""
-        return CopiedArena(self, arena)
+        return DeviceArena(self, arena)
 
     def _refuse_recording(self, handles: Iterable[int]) -> None:
         for handle in handles:
@@ -121,9 +120,11 @@ class CudaDevice(CudaRuntime):
         return set() if not handles or self.is_capturing() else handles
 
 
-@final
-class CopiedArena(DeviceArena):
-    """A GPU's arena and pinned rows; copies in each direction have their own stream, and no call waits for them."""
+class DeviceArena:
+    """A GPU's arena, parts of which are copied to pinned memory and back while work on other parts goes on.
+
+    Copies in each direction have a stream of their own.
+    """
 
     def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
         self._device, self._arena = device, device.array(arena, (arena.size,))
@@ -134,19 +135,21 @@ class CopiedArena(DeviceArena):
 
     @property
     def is_copying(self) -> bool:
-        """See `DeviceArena.is_copying`."""
+        """Whether a copy was begun that `poll` has not returned."""
         return bool(self._begun)
 
     def rows(self, count: int, size: int) -> Sequence[npt.NDArray[np.float32]]:
-        """See `DeviceArena.rows`; pinned."""
+        """Pinned memory for copies: `count` rows of `size` elements."""
         return list(self._device.pinned(count * size, np.float32).reshape(count, size)) if count * size else []
 
     def note(self, key: int | str) -> None:
+        """Make copies whose `behind` is this key (a span's, say) wait for all work now queued on the current stream."""
         self._noted[key] = self._device.record()
 
     def copy(
         self, name: Any, row: npt.NDArray[np.float32], start: int, *, is_to_arena: bool, behind: int | str
     ) -> None:
+        """Begin a copy between a row and as many elements of the arena, starting at `start`; never waits."""
         stream, part = self._streams[is_to_arena], self._arena[start : start + row.size]
         with CurrentStream(self._device, stream):
             stream.wait_event(self._noted[behind])
@@ -154,6 +157,7 @@ class CopiedArena(DeviceArena):
             self._begun.append((self._device.record(), name))
 
     def poll(self, *, waits: bool = False) -> list[Any]:
+        """The names of the copies that have ended since the last call; with `waits`, after all that were begun."""
         events = self._device.events
         if waits:
             for event, _ in self._begun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,8 @@ from gradengine.arrays.buffer import Buffer, refuse_read_only
 from gradengine.arrays.streams import ProducerStream
 
 Answer = TypeVar("Answer")
+
+_IN_ORDER: AbstractContextManager[None] = nullcontext()
 
 
 class Graph(AbstractContextManager["Graph"], ABC):
@@ -30,51 +32,28 @@ class Graph(AbstractContextManager["Graph"], ABC):
         """Queue the work on the current stream."""
 
 
-class Order(ABC):
-    """The order of work on some memory, over all streams on which it is queued."""
+class Order:
+    """The order of work on some memory, over all streams on which it is queued. The host's, where work is done at once.
 
-    @abstractmethod
+    It is the base class of a device's order.
+    """
+
     def use(self) -> AbstractContextManager[None]:
-        """A context in which work is ordered after all earlier and before all later work on this memory."""
+        """Return a context in which work is ordered after all earlier and before all later work on this memory."""
+        return _IN_ORDER
 
-    @abstractmethod
     def follow(self) -> None:
         """Make the current streams, of any device, wait for all work queued on this memory."""
 
-    @abstractmethod
     def read(self, array: Any) -> npt.NDArray[Any]:
-        """A copy on the host of an array in this memory, after the work queued on it; waits for that work only."""
-
-
-class DeviceArena(ABC):
-    """A device's arena, parts of which are copied to host memory and back while work on other parts goes on."""
-
-    @property
-    @abstractmethod
-    def is_copying(self) -> bool:
-        """Whether a copy was begun that `poll` has not returned."""
-
-    @abstractmethod
-    def rows(self, count: int, size: int) -> Sequence[npt.NDArray[np.float32]]:
-        """Host memory for copies: `count` rows of `size` elements."""
-
-    @abstractmethod
-    def note(self, key: int | str) -> None:
-        """Make copies whose `behind` is this key (a span's, say) wait for all work now queued on the current stream."""
-
-    @abstractmethod
-    def copy(
-        self, name: Any, row: npt.NDArray[np.float32], start: int, *, is_to_arena: bool, behind: int | str
-    ) -> None:
-        """Begin a copy between a row and as many elements of the arena, starting at `start`; never waits."""
-
-    @abstractmethod
-    def poll(self, *, waits: bool = False) -> list[Any]:
-        """The names of the copies that have ended since the last call; with `waits`, after all that were begun."""
+        """Copy an array in this memory to the host, after the work queued on it; wait for that work only."""
+        return np.array(array)
 
 
 class Device(ABC):
     """Memory, streams and graphs of one device; its current stream is the calling thread's.
+
+    The methods with a body are those of a device without streams or graphs.
 
     Attributes:
         name: "cpu", "cuda:0", ...
@@ -82,25 +61,24 @@ class Device(ABC):
 
     name: str
 
-    @abstractmethod
     def graph(self) -> Graph | None:
         """A new graph to be recorded; None if the device has none, as the CPU."""
+        return None
 
     @abstractmethod
     def on(self, stream: object) -> AbstractContextManager[object]:
         """A context in which work is queued on a stream; None is the current one. `CallerError` without streams."""
 
-    @abstractmethod
-    def refuse_failed(self, *, asks: bool = False) -> None:
+    def refuse_failed(self, *, asks: bool = False) -> None:  # noqa: B027  (the CPU has nothing to do)
         """Raise `DeviceFailed` if the device is known to have failed; with `asks`, if it has, as its driver says."""
 
     def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Make a call that may wait for the device or its driver, and voids no graph that another thread records."""
         return call(*arguments)
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of working."""
+        return False
 
     @abstractmethod
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
@@ -125,12 +103,10 @@ class Device(ABC):
         """A flat view of memory that will be written; raises `BufferRefused`."""
         return self.writable_views([destination], [component])[0]
 
-    @abstractmethod
-    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
+    def wait_for(self, producers: Iterable[ProducerStream]) -> None:  # noqa: B027  (the CPU has nothing to do)
         """Make work that is queued next wait for all work queued on these producers' streams."""
 
-    @abstractmethod
-    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
+    def hand_over(self, producers: Iterable[ProducerStream]) -> None:  # noqa: B027  (the CPU has nothing to do)
         """Make these producers' streams wait for all work queued here, so that they may read a step's results."""
 
     @abstractmethod
@@ -148,10 +124,10 @@ class Device(ABC):
     def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
         """Queue a copy of host values, as they are now, to one of our fp32 buffers."""
 
-    @abstractmethod
     def order(self, memory: Buffer | None = None) -> Order:
         """The order of work on memory of this device; keeps `memory`, if given, alive until work on it is done."""
+        return Order()
 
-    @abstractmethod
-    def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32] | DeviceArena:
-        """An object that copies parts of an arena to the host and back; on the CPU the arena itself."""
+    def in_parts(self, arena: Buffer) -> Any:
+        """A `DeviceArena`, which copies parts of an arena to the host and back; on the CPU the arena itself."""
+        return arena.data

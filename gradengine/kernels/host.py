@@ -24,7 +24,7 @@ from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.loss_scale import DynamicLossScale, HostLossScale, LossScale
+from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
@@ -267,12 +267,6 @@ class HostKernels(Kernels):
             if found is not None:
                 return start + found[0], found[1]
         return None
-
-    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> HostLossScale:
-        return HostLossScale(rule)
-
-    def status_readback(self, arena: Arena, plan: ClipPlan) -> None:
-        """See `Kernels.status_readback`: the host knows at once."""
 
     def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], shared: int) -> None:
         """Do `work` on each task, with helper threads if there are enough elements to be shared."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -13,11 +13,8 @@ from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.host import host_buffer
 from gradengine.arrays.shared import shared_array
-from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, OutOfDeviceMemory
-from gradengine.kernels.device import Device, Order
-
-_IN_ORDER: AbstractContextManager[None] = nullcontext()
+from gradengine.kernels.device import Device
 
 
 @final
@@ -26,31 +23,15 @@ class HostDevice(Device):
 
     name = "cpu"
 
-    def graph(self) -> None:
-        """The CPU has no graphs."""
-
     def on(self, stream: object) -> AbstractContextManager[object]:
         """The CPU has no streams."""
         if stream is not None:
             raise CallerError("the CPU has no streams", got=said(stream), expected="stream=None")
-        return _IN_ORDER
-
-    def refuse_failed(self, *, asks: bool = False) -> None:
-        """The CPU does not fail alone."""
-
-    def is_capturing(self) -> bool:
-        """Never."""
-        return False
+        return nullcontext()
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Device.views`; host memory only."""
         return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
-
-    def wait_for(self, producers: Iterable[ProducerStream]) -> None:
-        """Do nothing: host memory is ready."""
-
-    def hand_over(self, producers: Iterable[ProducerStream]) -> None:
-        """Do nothing: the host's work is done."""
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
         """See `Device.allocate`; the pages are touched when first written."""
@@ -73,27 +54,3 @@ class HostDevice(Device):
     def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
         """See `Device.write`; done at once."""
         buffer.data[:] = values
-
-    def order(self, memory: Buffer | None = None) -> Order:
-        """An order that does nothing: earlier calls are done."""
-        return _ORDER
-
-    def in_parts(self, arena: Buffer) -> npt.NDArray[np.float32]:
-        """The arena itself."""
-        data: npt.NDArray[np.float32] = arena.data
-        return data
-
-
-@final
-class _HostOrder(Order):
-    def use(self) -> AbstractContextManager[None]:
-        return _IN_ORDER
-
-    def follow(self) -> None:
-        pass
-
-    def read(self, array: Array) -> Array:
-        return np.array(array)
-
-
-_ORDER = _HostOrder()

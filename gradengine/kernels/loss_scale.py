@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -70,45 +69,27 @@ class DynamicLossScale:
         return (grown if grown <= _MOST else scale), 0
 
 
-class LossScale(ABC):
-    """A dynamic loss scale in its device's memory.
+class LossScale:
+    """A dynamic loss scale in its device's memory; this one is the CPU's.
 
     Attributes:
         rule: The rule by which it changes.
     """
 
-    rule: DynamicLossScale
-
-    @property
-    @abstractmethod
-    def value(self) -> Scalar:
-        """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
-
-    @abstractmethod
-    def read(self) -> tuple[np.float32, int]:
-        """The scale, and the finite steps in a row that it has seen; on a GPU this waits."""
-
-    @abstractmethod
-    def write(self, scale: np.float32, tracker: int) -> None:
-        """Set scale and tracker, after all queued work."""
-
-
-@final
-class HostLossScale(LossScale):
-    """A dynamic loss scale on the CPU."""
-
     def __init__(self, rule: DynamicLossScale) -> None:
         self.rule, self._now = rule, (np.float32(rule.initial), 0)
 
     @property
-    def value(self) -> float:
-        """See `LossScale.value`."""
+    def value(self) -> Scalar:
+        """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
         return float(self._now[0])
 
     def read(self) -> tuple[np.float32, int]:
+        """The scale, and the finite steps in a row that it has seen; on a GPU this waits."""
         return self._now
 
     def write(self, scale: np.float32, tracker: int) -> None:
+        """Set scale and tracker, after all queued work."""
         self._now = scale, tracker
 
 
@@ -121,7 +102,8 @@ class DeviceLossScale(LossScale):
     """
 
     def __init__(self, runtime: CudaRuntime, order: StreamOrder, rule: DynamicLossScale) -> None:
-        self.rule, self._runtime, self._order = rule, runtime, order
+        super().__init__(rule)
+        self._runtime, self._order = runtime, order
         self.memory: Any = runtime.upload(self._record(np.float32(rule.initial), 0))
         order.keep(self.memory)
         self._value = self.memory[:4].view(np.float32).reshape(())
