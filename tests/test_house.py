@@ -19,8 +19,8 @@ arrays.lost arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.fram
 arrays.device arrays.known arrays
 layout.unpacking layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams
-kernels.status kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device
-kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host_sums kernels.host
+kernels.status kernels.host_sums kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device
+kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host
 kernels.launch kernels.cuda kernels
 elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window

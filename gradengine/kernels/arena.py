@@ -17,6 +17,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import LayoutMismatch
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
+from gradengine.kernels.host_sums import ChunkSums
 from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
 
@@ -72,6 +73,21 @@ class PartialSums:
         """Every chunk of these targets."""
         sizes, first = self.sizes, self.first
         return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
+
+    @cached_property
+    def all_chunks(self) -> list[Chunk]:
+        """Every chunk of every target, by its index."""
+        return self.chunks(range(len(self.sizes)))
+
+    @cached_property
+    def pieces(self) -> list[list[Chunk]]:
+        """Every chunk, in pieces as by `pieces_of`."""
+        return pieces_of(self.all_chunks)
+
+    @cached_property
+    def sums(self) -> ChunkSums:
+        """The object that computes the chunks' squared sums on the host."""
+        return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])
 
     def totals_of(self, values: Float64) -> Float64:
         """Each target's squared sum, its chunks added in order; `values` are the partial sums on the host."""

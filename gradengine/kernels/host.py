@@ -21,7 +21,7 @@ from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide
 from gradengine.kernels.host_device import HostDevice
-from gradengine.kernels.host_sums import ChunkSums, Product, sum_in_fp64
+from gradengine.kernels.host_sums import Product, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.loss_scale import LossScale
@@ -53,26 +53,6 @@ class _Part(NamedTuple):
 
 
 @final
-class HostPartialSums(PartialSums):
-    """The partial sums in host memory, and the places to which their chunks' products are written."""
-
-    @cached_property
-    def all_chunks(self) -> list[Chunk]:
-        """Every chunk of every target, by its index."""
-        return self.chunks(range(len(self.sizes)))
-
-    @cached_property
-    def pieces(self) -> list[list[Chunk]]:
-        """Every chunk, in pieces as by `pieces_of`."""
-        return pieces_of(self.all_chunks)
-
-    @cached_property
-    def sums(self) -> ChunkSums:
-        """The object that computes their squared sums."""
-        return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])
-
-
-@final
 class _Prepared:
     """The operands of a fold into some targets and of their squared sums, in `pieces` as by `pieces_of`."""
 
@@ -84,8 +64,8 @@ class _Prepared:
         self.shared, self.shared_to_measure = (
             _to_share(self.chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED)
         )
-        self.indices = _indices_of(self.chunks, _on_host(arena))
-        self._sums = _on_host(arena).sums
+        self.indices = _indices_of(self.chunks, arena.partials)
+        self._sums = arena.partials.sums
 
     @cached_property
     def measured_pieces(self) -> list[list[_Part]]:
@@ -121,9 +101,6 @@ class HostKernels(Kernels):
     def __init__(self, threads: int | None = None) -> None:
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
-    def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> HostPartialSums:
-        return HostPartialSums(sizes, self.device.order())
-
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
         for slots in spans:
             _prepared(arena, slots)
@@ -143,7 +120,7 @@ class HostKernels(Kernels):
             chunks = arena.partials.chunks(positions)
             self._measure(arena, chunks, pieces_of(chunks))
         elif arena.memory is None:
-            partials = _on_host(arena)
+            partials = arena.partials
             self._measure(arena, partials.all_chunks, partials.pieces)
         else:
             prepared = _prepared(arena, arena.whole)
@@ -151,7 +128,7 @@ class HostKernels(Kernels):
             self._add_up(arena, prepared.chunks, prepared.indices)
 
     def _measure(self, arena: Arena, chunks: Sequence[Chunk], pieces: Sequence[Sequence[Chunk]]) -> None:
-        targets, products, vecdot = arena.targets, _on_host(arena).sums.products, np.vecdot
+        targets, products, vecdot = arena.targets, arena.partials.sums.products, np.vecdot
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
             for position, index, start, stop in piece:
@@ -160,11 +137,11 @@ class HostKernels(Kernels):
 
         if chunks:
             self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
-            self._add_up(arena, chunks, _indices_of(chunks, _on_host(arena)))
+            self._add_up(arena, chunks, _indices_of(chunks, arena.partials))
 
     def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp] | None) -> None:
         """Make the partial sums of these chunks from their products."""
-        totals, doubtful = _on_host(arena).sums.totals(indices)
+        totals, doubtful = arena.partials.sums.totals(indices)
 
         def take_anew(number: int) -> None:
             position, _, start, stop = chunks[number]
@@ -210,7 +187,7 @@ class HostKernels(Kernels):
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
             factors = [decision.factors[group] for group in plan.groups]
-            self._scale_pieces(arena.targets, factors, arena.targets, _on_host(arena).pieces)
+            self._scale_pieces(arena.targets, factors, arena.targets, arena.partials.pieces)
 
     def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
         """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
@@ -280,12 +257,7 @@ class HostKernels(Kernels):
                 work(task)
 
 
-def _on_host(arena: Arena) -> HostPartialSums:
-    assert isinstance(arena.partials, HostPartialSums)  # noqa: S101  (made by partial_sums above)
-    return arena.partials
-
-
-def _indices_of(chunks: Sequence[Chunk], partials: HostPartialSums) -> npt.NDArray[np.intp] | None:
+def _indices_of(chunks: Sequence[Chunk], partials: PartialSums) -> npt.NDArray[np.intp] | None:
     """The indices of the chunks' partial sums; None for all, in order."""
     if chunks is partials.all_chunks or chunks == partials.all_chunks:
         return None

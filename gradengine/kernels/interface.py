@@ -42,9 +42,9 @@ class Kernels(ABC):
         """
         return Arena(tuple(targets), self.partial_sums([target.size for target in targets], memory), memory)
 
-    @abstractmethod
     def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> PartialSums:
         """Room for the squared sums of targets of these sizes; see `arena`."""
+        return PartialSums(sizes, self.device.order(memory))
 
     @abstractmethod
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
