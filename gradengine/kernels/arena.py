@@ -18,6 +18,7 @@ from gradengine.errors import LayoutMismatch
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
 from gradengine.kernels.host_sums import ChunkSums
+from gradengine.kernels.operands import Destinations
 from gradengine.layout.slots import Span
 from gradengine.threads import cached_property
 
@@ -125,6 +126,11 @@ class Arena:
     def whole(self) -> Span:
         """The set of all targets."""
         return Span.at(range(len(self.targets)))
+
+    @cached_property
+    def in_place(self) -> Destinations:
+        """Each target as its own destination."""
+        return Destinations(enumerate(self.targets))
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context in which work is ordered after all earlier and before all later work on this memory, on any stream.

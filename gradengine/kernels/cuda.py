@@ -15,15 +15,9 @@ from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import Entry, Launches, Table, chunk_for
+from gradengine.kernels.launch import FINALISE_THREADS, Entry, Launches, Table, chunk_for
 from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
-from gradengine.kernels.operands import (
-    OVERWRITE,
-    Destinations,
-    FoldPass,
-    producers_of,
-    tagged,
-)
+from gradengine.kernels.operands import OVERWRITE, Destinations, FoldPass, producers_of, tagged
 from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
@@ -75,9 +69,9 @@ class CudaKernels(Kernels):
         """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
         self._prepare(arena, spans)
         if plan is not None:
-            memory = self.decision(arena, plan).memory
-            memory.of_all = arena.targets, self._table_of_all(arena)
-            self._hand_back_in_place(arena, plan, memory)
+            self.decision(arena, plan)
+            self._table_of_all(arena)
+            self._hand_back_to(arena, plan, arena.in_place)
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
@@ -99,8 +93,8 @@ class CudaKernels(Kernels):
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """See `Kernels.measure`; one launch."""
+        table = self._table_of_all(arena) if positions is None else self._table_to_measure(arena, positions)
         chosen = arena.targets if positions is None else [arena.targets[p] for p in positions]
-        table = self._table_to_measure(arena, positions)
         where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
         with arena.in_order():
             self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(arena)), where)
@@ -130,11 +124,7 @@ class CudaKernels(Kernels):
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
         decision = self.decision(arena, plan)
-        memory = decision.memory
-        targets = None if arena.memory is None else arena.targets
-        if memory.of_all is None or memory.of_all[0] is not targets:
-            memory.of_all = targets, self._table_of_all(arena)
-        table = memory.of_all[1]
+        memory, table = decision.memory, self._table_of_all(arena)
         arguments = (
             table.targets,
             np.uint32(table.entries),
@@ -160,7 +150,7 @@ class CudaKernels(Kernels):
             memory.record,
         )
         with arena.in_order():
-            self._launches.finalise(arguments)
+            self._launches.run("finalise", 1, FINALISE_THREADS, arguments)
         return decision
 
     def decision(self, arena: Arena, plan: ClipPlan) -> DeviceDecision:
@@ -182,16 +172,12 @@ class CudaKernels(Kernels):
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
+        there = arena.in_place if destinations is None else destinations
         if isinstance(decision, DeviceDecision):
-            memory = decision.memory
-            if destinations is None:
-                work = self._hand_back_in_place(arena, plan, memory)
-            else:
-                work = self._hand_back_to(arena, plan, destinations)
+            memory, work = decision.memory, self._hand_back_to(arena, plan, there)
             with arena.in_order():
                 self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
             return
-        there = dict(enumerate(arena.targets)) if destinations is None else destinations
         if decision.skipped:
             self.fill_zero(list(there.values()))
             return
@@ -233,7 +219,7 @@ class CudaKernels(Kernels):
             workers: How many.
             sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
         """
-        self._launches.tally((told, np.uint32(workers), np.uint32(told.size // workers), sums))
+        self._launches.run("tally", 1, 1, (told, np.uint32(workers), np.uint32(told.size // workers), sums))
 
     # ---- tables ----
 
@@ -246,26 +232,21 @@ class CudaKernels(Kernels):
 
     def _prepare(self, arena: Arena, spans: Sequence[Span]) -> None:
         targets, first = arena.targets, arena.partials.first
-        sets = [[Entry(targets[p].pointer, targets[p].size, first[p]) for p in slots.positions] for slots in spans]
+        sets = [[Entry(tagged(targets[p]), targets[p].size, first[p]) for p in slots.positions] for slots in spans]
         arena.prepared.update(zip(spans, self._launches.tables(sets, arena.partials.chunk), strict=True))
 
-    def _table_to_measure(self, arena: Arena, positions: Sequence[int] | None) -> Table:
-        partials = _of_device(arena)
-        if positions is None and partials.of_all is not None:
-            return partials.of_all
-        chosen = range(len(partials.sizes)) if positions is None else positions
-        entries = [Entry(0, partials.sizes[p], partials.first[p]) for p in chosen]
-        table = self._launches.table(entries, partials.chunk)
-        if positions is None:
-            partials.of_all = table
-        return table
+    def _table_to_measure(self, arena: Arena, positions: Sequence[int]) -> Table:
+        partials = arena.partials
+        return self._launches.table([Entry(0, partials.sizes[p], partials.first[p]) for p in positions], partials.chunk)
 
     def _table_of_all(self, arena: Arena) -> Table:
-        """K2's table; without addresses if K2 is not to search the targets for NaN and Inf."""
-        partials = arena.partials
-        addresses = [0 if arena.memory is None else tagged(target) for target in arena.targets]
-        entries = [Entry(a, s, f) for a, s, f in zip(addresses, partials.sizes, partials.first, strict=True)]
-        return self._launches.table(entries, partials.chunk)
+        """The table of all targets; without addresses if K2 is not to search the targets for NaN and Inf."""
+        if arena.memory is not None:
+            return self._table_of(arena, arena.whole)
+        partials = _of_device(arena)
+        if partials.of_all is None:
+            partials.of_all = self._table_to_measure(arena, range(len(partials.sizes)))
+        return partials.of_all
 
     def _hand_back_of(
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
@@ -279,22 +260,13 @@ class CudaKernels(Kernels):
         return _HandBack(table, np.array([there for _, there, *_ in wanted], np.uint64), destinations)
 
     def _hand_back_to(self, arena: Arena, plan: ClipPlan, destinations: Destinations) -> _HandBack:
-        """K3's launches to these destinations; made once, for destinations that are used again."""
+        """K3's launch to these destinations; made once, for destinations that are used again."""
         made_for = arena.targets, plan.groups
         if destinations.work is None or destinations.work[0] != made_for:
             sources = [arena.targets[position] for position in destinations]
             groups = [plan.groups[position] for position in destinations]
             destinations.work = made_for, self._hand_back_of(sources, list(destinations.values()), groups)
         remembered: _HandBack = destinations.work[1]
-        return remembered
-
-    def _hand_back_in_place(self, arena: Arena, plan: ClipPlan, memory: DecisionMemory) -> _HandBack:
-        """K3's launches in place; made once for our own memory, since borrowed targets differ in each step."""
-        if arena.memory is None:
-            return self._hand_back_of(arena.targets, arena.targets, plan.groups)
-        if memory.in_place is None or memory.in_place[0] is not arena.targets:
-            memory.in_place = arena.targets, self._hand_back_of(arena.targets, arena.targets, plan.groups)
-        remembered: _HandBack = memory.in_place[1]
         return remembered
 
     def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:

@@ -37,7 +37,7 @@ _SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
 _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
 CAPACITIES = {"small": 480, "large": 4000}
 _THREADS = 256  # as the .cu files say; 512 for finalise
-_FINALISE_THREADS = 512
+FINALISE_THREADS = 512
 _FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant for each way of addresses
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
@@ -207,22 +207,15 @@ class Launches:
             return
         carried = by_value(addresses, weights, self._capacities)
         size, *rest = carried or self._by_memory(addresses, weights)
-        self._run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
+        self.run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
-
-    def finalise(self, arguments: tuple[Any, ...]) -> None:
-        """Launch K2: one thread block."""
-        self._run("finalise", 1, _FINALISE_THREADS, arguments)
-
-    def tally(self, arguments: tuple[Any, ...]) -> None:
-        """Launch the kernel that adds up what workers told each other: one thread."""
-        self._run("tally", 1, 1, arguments)
 
     def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:
         carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
         return "table", *carried, self._device.sent(addresses)
 
-    def _run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+    def run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        """Launch a kernel by its whole name."""
         self._device.keep(*[one for one in arguments if isinstance(one, self._device.xp.ndarray)])
         with self._device.active():
             self._functions[function]((blocks,), (threads,), arguments)

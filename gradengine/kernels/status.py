@@ -106,8 +106,6 @@ class DecisionMemory:
         self.scales = upload(np.ones(self.groups, np.float64))
         self.factors = upload(np.ones(self.groups, np.float32))
         self.record = upload(np.zeros(RECORD.itemsize, np.uint8))
-        self.of_all: Any = None  # the targets that K2 was last called with, and its table for them
-        self.in_place: Any = None  # the buffers that were scaled in place, and K3's launches for them
 
     def field(self, name: str) -> Any:
         """One field of the status as a 0-d array on the device."""
