@@ -15,17 +15,9 @@ import numpy as np
 from gradengine.arguments import as_number, said
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.device import device_of
-from gradengine.arrays.dtypes import DTYPES
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
-from gradengine.kernels import (
-    Contribution,
-    CudaKernels,
-    DeviceLike,
-    FoldPass,
-    Kernels,
-    kernels_for,
-    producers_of,
-)
+from gradengine.kernels import Contribution, CudaKernels, DeviceLike, FoldPass, Kernels, kernels_for
+from gradengine.kernels.operands import producers_of
 from gradengine.kernels.toolchain import arithmetic
 from gradengine.layout.slots import Span
 
@@ -66,7 +58,7 @@ def add(
         if to.dtype != "float32":
             raise BufferRefused("'target' accumulates and must be fp32", got=to.dtype, expected="float32")
         if isinstance(kernels, CudaKernels):
-            term = _widened("source", of)
+            term = _converted("widened", "source", of)
             value = f"gradengine::add(target, weight == 1.0f ? {term} : gradengine::multiply(weight, {term}))"
             _run(kernels, "add", value, to, of, weight=by)
         else:
@@ -100,7 +92,8 @@ def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, st
         if not isinstance(kernels, CudaKernels):
             kernels.scale([to], by, [to])
         elif by != 1:
-            _run(kernels, "scale", f"gradengine::multiply({_widened('target', to)}, factor)", to, factor=by)
+            element = f"gradengine::multiply({_converted('widened', 'target', to)}, factor)"
+            _run(kernels, "scale", element, to, factor=by)
 
 
 def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
@@ -161,20 +154,15 @@ def cast(
     with kernels.device.on(stream):
         to, of = _pair(kernels, destination, source)
         if isinstance(kernels, CudaKernels):
-            _run(kernels, "cast", _widened("source", of), to, of)
+            _run(kernels, "cast", _converted("widened", "source", of), to, of)
         else:
             kernels.scale([of], np.float32(1), [to])
 
 
-def _widened(element: str, buffer: Buffer) -> str:
-    """The code of a buffer's element in fp32; fp16 and bf16 are passed to the kernel as their bits."""
+def _converted(how: str, value: str, buffer: Buffer) -> str:
+    """The code of a value that is "widened" from a buffer's dtype to fp32, or "rounded" to it."""
     is_fp32 = buffer.dtype == "float32"
-    return element if is_fp32 else f"gradengine::widened({element}, gradengine::{buffer.dtype.upper()})"
-
-
-def _rounded(value: str, buffer: Buffer) -> str:
-    is_fp32 = buffer.dtype == "float32"
-    return value if is_fp32 else f"gradengine::rounded({value}, gradengine::{buffer.dtype.upper()})"
+    return value if is_fp32 else f"gradengine::{how}({value}, gradengine::{buffer.dtype.upper()})"
 
 
 def _fp32(name: str, value: float) -> np.float32:
@@ -203,19 +191,15 @@ def _run(
     if not target.size:
         return
     read = [] if source is None else [source]
-    inputs = [*(f"{_storage_name(buffer)} source" for buffer in read), *(f"float32 {scalar}" for scalar in scalars)]
-    output, operation = f"{_storage_name(target)} target", f"target = {_rounded(element, target)}"
-    kernel = _kernel(kernels.xp, name, ", ".join(inputs), output, operation)
-    arrays = [kernels.device.storage_array(buffer) for buffer in (*read, target)]
+    *sources, there = [kernels.device.storage_array(buffer) for buffer in (*read, target)]
+    inputs = ", ".join([*(f"{array.dtype} source" for array in sources), *(f"float32 {scalar}" for scalar in scalars)])
+    operation = f"target = {_converted('rounded', element, target)}"
     with kernels.device.active():
-        kernel(*arrays[:-1], *scalars.values(), arrays[-1])
+        kernel = _kernel(kernels.xp, name, inputs, f"{there.dtype} target", operation)
+        kernel(*sources, *scalars.values(), there)
     kernels.device.give_back(producers_of([target, *read]), [target, *read])
 
 
 @functools.cache
 def _kernel(xp: Any, name: str, inputs: str, output: str, operation: str) -> Any:
     return xp.ElementwiseKernel(inputs, output, operation, f"gradengine_{name}", preamble=arithmetic(), no_return=True)
-
-
-def _storage_name(buffer: Buffer) -> str:
-    return str(DTYPES[buffer.dtype].storage.name) if buffer.dtype != "float16" else "uint16"  # as its bits, like bf16's

@@ -23,12 +23,7 @@ from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, ref
 from gradengine.kernels.device import Device, Graph
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.operands import (
-    Contribution,
-    Destinations,
-    FoldPass,
-    producers_of,
-)
+from gradengine.kernels.operands import Contribution, Destinations, FoldPass, producers_of
 from gradengine.kernels.status import StepStatus
 from gradengine.kernels.toolchain import device_ordinal
 
@@ -55,11 +50,7 @@ __all__ = [
 ]
 
 
-@functools.cache
-def _host_kernels() -> HostKernels:
-    return HostKernels()
-
-
+_host_kernels = functools.cache(HostKernels)
 DeviceLike: TypeAlias = str | TorchDevice | Kernels
 
 

@@ -301,21 +301,12 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
         if not overwrite.any():
             return partial(_add_piece, None, others)
         if overwrite.all():
-            first = others.pop(0)
-            return partial(_add_piece, first, others) if others else partial(_copy_piece, first)
+            return partial(_add_piece, others[0], others[1:])
     return partial(_fold_piece, _terms_of(fold), overwrite)
 
 
 # A chunk is measured as soon as it is folded: 124 of 75,000 take two threads 2.7 ms so, and 4.3 where a whole piece is
 # folded before it is measured, because they meet at the GIL in its many small products.
-
-
-def _copy_piece(sources: Sequence[npt.NDArray[np.float32]], piece: Iterable[_Part]) -> None:
-    vecdot = np.vecdot
-    for column, target, cut, products in piece:
-        target[...] = sources[column] if cut is None else sources[column][cut]
-        for values, place in products:
-            vecdot(values, values, place)
 
 
 def _add_piece(
@@ -324,9 +315,11 @@ def _add_piece(
     piece: Iterable[_Part],
 ) -> None:
     """Add to a piece's targets, or overwrite them by the first term, and add all other terms in order."""
-    add, vecdot = np.add, np.vecdot
+    add, vecdot, copies = np.add, np.vecdot, first is not None and not others
     for column, target, cut, products in piece:
         total = target if first is None else first[column] if cut is None else first[column][cut]
+        if copies:
+            target[...] = total
         for sources in others:
             add(total, sources[column] if cut is None else sources[column][cut], target)
             total = target
@@ -334,11 +327,7 @@ def _add_piece(
             vecdot(values, values, place)
 
 
-def _measure_piece(piece: Iterable[_Part]) -> None:
-    vecdot = np.vecdot
-    for part in piece:
-        for values, place in part.products:
-            vecdot(values, values, place)
+_measure_piece = partial(_add_piece, None, ())
 
 
 def _terms_of(fold: FoldPass) -> list[list[Term]]:
@@ -483,10 +472,7 @@ def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: npt.NDArray[
 
 #: How each dtype of the table becomes fp32, exactly, and what fp32 becomes, whose own values may be overwritten.
 WIDEN: Mapping[str, _Conversion] = {"float32": np.copyto, "float16": np.copyto, "bfloat16": _widen_bfloat16}
-ROUND: Mapping[str, _Conversion] = {
-    "float16": partial(np.copyto, casting="same_kind"),
-    "bfloat16": _round_to_bfloat16,
-}
+ROUND: Mapping[str, _Conversion] = {"float16": np.copyto, "bfloat16": _round_to_bfloat16}
 
 
 class _Scratch(threading.local):
