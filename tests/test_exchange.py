@@ -236,7 +236,7 @@ def test_what_is_no_address_is_refused(url):
         ({"rank": -1}, "out of range"),
         ({"rank": 2}, "out of range"),
         ({"world_size": 0}, "out of range"),
-        ({"link": "carrier pigeon"}, "unknown link: got 'carrier pigeon', expected one of tcp, unix"),
+        ({"link": "carrier pigeon"}, "unknown link: got 'carrier pigeon', expected one of 'tcp', 'unix'"),
         ({"url": "unix:///tmp/s", "link": "tcp"}, 'link="tcp" over a Unix socket'),
         ({"link": "unix", "served": True}, "takes no link"),
         ({"process_group": GROUP, "communicator": GROUP, "url": None}, "was given both"),
@@ -334,7 +334,7 @@ def test_what_sockets_alone_need_is_refused_beside_a_group(way):
     for name, value in needs.items():
         with pytest.raises(CallerError) as refused:
             connect(**OVER_A_GROUP[way], **{name: value})
-        assert str(refused.value).startswith(f"connect with {way} takes no {name}:")
+        assert str(refused.value).startswith(f"connect with {way} takes no {name};")
         assert "a secret" not in str(refused.value)
     for seconds in (0, -1, float("nan"), "1"):  # before the group is asked for anything
         with pytest.raises(CallerError, match="join_timeout is "):

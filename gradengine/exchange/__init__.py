@@ -171,17 +171,9 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, g
         way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
     if process_group is not None:
         given = {name: value for name, value in given.items() if name not in {"link", "tls"}}
-    why = {
-        "url": "the group says who its ranks are, and how they reach each other",
-        "secret": "no process outside of the group can join",
-        "link": "bytes are sent over the communicator",
-        "job": "the ranks are those of one group, whatever other jobs run",
-        "served": "there is no server, each rank sums a share",
-        "tls": "MPI sends the bytes",
-    }
     for name, value in given.items():
         if value is not None:
-            raise CallerError(f"connect with {way} takes no {name}: {why[name]}", do=f"leave {name} out")
+            raise CallerError(f"connect with {way} takes no {name}", do=f"leave {name} out")
 
 
 def _refuse_other_place(group: Link | Meeting, rank: int | None, world_size: int | None) -> None:

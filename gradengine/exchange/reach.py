@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradengine.arguments import said
+from gradengine.arguments import refuse_unknown, said
 from gradengine.arrays.shared import refuse_without_shared_memory
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.addresses import Address
@@ -54,8 +54,8 @@ def refuse_out_of_reach(urls: list[str]) -> None:
 
 def refuse_other_link(link: str | None, address: Address) -> None:
     """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
-    if link not in {None, *LINKS}:
-        raise CallerError("unknown link", got=said(link), expected=f"one of {', '.join(LINKS)}, or None for the best")
+    if link is not None:
+        refuse_unknown("link", link, LINKS, do="or pass None for the best")
     if link == "tcp" and isinstance(address, str):
         raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
     if link == "shared_memory":
