@@ -26,17 +26,6 @@ from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, k
 from gradengine.layout import LORA_COMPONENTS, Slot
 from gradengine.layout.components import named_components
 
-__all__ = [
-    "FusedClipState",
-    "Groups",
-    "MaxNorm",
-    "clip_by_global_norm",
-    "clip_gradients_fused",
-    "clip_lora_gradients_fused",
-    "clip_plan",
-    "init_lora_fused_clip",
-]
-
 Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
 MaxNorm: TypeAlias = float | Mapping[str, float] | None
 
@@ -156,20 +145,17 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
             flat = named_components(dict(zip(names, given, strict=True)))
             names, given = [name for name, _ in flat], [array for _, array in flat]
             found = _resolved.of(given)
-    arena, state = found or _resolve(given, names)
+    if found is None:
+        kernels = kernels_for(device_of(next(iter(given), None)))
+        views = kernels.device.writable_views(given, names)
+        _refuse_overlap(views, names)
+        state = _resolved.state_of(tuple(view.size for view in views), kernels)
+        _resolved.remember(given, views, state)
+        found = Arena(tuple(views), state.partials), state
+    arena, state = found
     decision = _clip(arena, max_norm, state)
     note_written(given)
     return decision.kept_norm()  # a copy: the next clip overwrites the state's norm
-
-
-def _resolve(given: Sequence[Any], names: Sequence[str]) -> tuple[Arena, FusedClipState]:
-    """An arena of the arrays to be clipped, all checked, and a state for their sizes."""
-    kernels = kernels_for(device_of(next(iter(given), None)))
-    views = kernels.device.writable_views(given, names)
-    _refuse_overlap(views, names)
-    state = _resolved.state_of(tuple(view.size for view in views), kernels)
-    _resolved.remember(given, views, state)
-    return Arena(tuple(views), state.partials), state
 
 
 class _Resolved(threading.local):
@@ -195,9 +181,9 @@ class _Resolved(threading.local):
     def remember(self, given: Sequence[Any], views: Sequence[Buffer], state: FusedClipState) -> None:
         """Keep the views, but not the arrays; seldom in a loop whose arrays are new at each step."""
         self._known = [known for known in self._known if known[0].are_alive][1 - _REMEMBERED :]
-        reader = (
-            destination_reader_of(given) if self._misses < _MOST_MISSES or not self._misses % _MOST_MISSES else None
-        )
+        if self._misses > _MOST_MISSES and self._misses % _MOST_MISSES:
+            return
+        reader = destination_reader_of(given)
         if reader is not None:
             arena = Arena(tuple(map(without_owner, views)), state.partials)
             self._known.append((KnownArrays(given, reader), arena, state))

@@ -194,7 +194,7 @@ def test_every_chunk_of_8_billion_elements_is_in_the_norm(kernels):
 def test_table_of_8_billion_elements_has_a_row_for_each_chunk():
     kept = []
     tables = Tables(lambda array: kept.append(array.copy()) or array, lambda *_: None)
-    table = tables.of([Entry(0, 1), Entry(0, SIZE, 1), Entry(0, 5, 2)], CHUNK)
+    table = tables.of([[Entry(0, 1), Entry(0, SIZE, 1), Entry(0, 5, 2)]], CHUNK)[0]
     rows, targets = kept[0].view(_ROW), kept[1]
     assert table.blocks == len(rows) == LAST + 3
     assert rows["entry"].tolist() == [0, *[1] * (LAST + 1), 2]

@@ -198,7 +198,7 @@ def let_go(events, memory):
 class TestTables:
     @given(entries, st.sampled_from([2048, 4096]))
     def test_each_row_is_one_chunk_and_each_chunk_has_one_row(self, found, chunk):
-        table = Tables(Uploads(), let_go).of(found, chunk)
+        table = Tables(Uploads(), let_go).of([found], chunk)[0]
         expected = [(e, k) for e, entry in enumerate(found) for k in range(-(-entry.size // chunk))]
         assert (table.entries, table.blocks, table.chunk) == (len(found), len(expected), chunk)
         if expected:
@@ -207,11 +207,11 @@ class TestTables:
     def test_the_same_entries_are_copied_once(self):
         uploads = Uploads()
         made = Tables(uploads, let_go)
-        table = made.of([Entry(64, 5), Entry(128, 7)], 2048)
+        table = made.of([[Entry(64, 5), Entry(128, 7)]], 2048)[0]
         assert len(uploads) == 2
-        assert made.of([Entry(64, 5), Entry(128, 7)], 2048) is table
+        assert made.of([[Entry(64, 5), Entry(128, 7)]], 2048)[0] is table
         assert len(uploads) == 2
-        others = [made.of([Entry(64, 5)], 2048), made.of([Entry(64, 5), Entry(128, 7)], 4096)]
+        others = [made.of([[Entry(64, 5)]], 2048)[0], made.of([[Entry(64, 5), Entry(128, 7)]], 4096)[0]]
         assert len({id(t) for t in (table, *others)}) == 3
 
     def test_only_so_many_are_remembered_and_the_oldest_goes_first(self, monkeypatch):
@@ -220,19 +220,19 @@ class TestTables:
         uploads, dropped = Uploads(), []
         made = Tables(uploads, lambda events, memory: dropped.append(memory))
         for address in (64, 128, 192, 256, 320):
-            made.of([Entry(address, 5)], 2048)
+            made.of([[Entry(address, 5)]], 2048)
         assert (len(uploads), len(dropped)) == (10, 2)
         for address in (192, 256, 320):
-            made.of([Entry(address, 5)], 2048)
+            made.of([[Entry(address, 5)]], 2048)
         assert len(uploads) == 10
-        made.of([Entry(64, 5)], 2048)
+        made.of([[Entry(64, 5)]], 2048)
         assert len(uploads) == 12
 
     def test_nothing_is_copied_of_nothing(self):
         uploads = Uploads()
-        table = Tables(uploads, let_go).of([], 2048)
+        table = Tables(uploads, let_go).of([[]], 2048)[0]
         assert (table.blocks, table.rows, table.targets, uploads) == (0, None, None, [])
-        assert Tables(uploads, let_go).of([Entry(0, 0)], 2048).rows is None
+        assert Tables(uploads, let_go).of([[Entry(0, 0)]], 2048)[0].rows is None
 
 
 READ_BACK = """
@@ -245,7 +245,9 @@ extern "C" __global__ void read_back(const Target* target, const Row* row, u64* 
 
 def test_the_kernels_read_what_is_written(device):
     xp = device.xp
-    table = Tables(xp.asarray, let_go).of([Entry(7, 1), Entry(0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678)], 2048)
+    table = Tables(xp.asarray, let_go).of(
+        [[Entry(7, 1), Entry(0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678)]], 2048
+    )[0]
     module = xp.RawModule(code=toolchain.source("measure") + READ_BACK, options=("--std=c++17",))
     out = xp.zeros(8, np.uint64)
     with out.device:
@@ -282,7 +284,7 @@ def test_threads_share_tables():
     def make(first):
         try:
             for size in range(first, first + 1000):
-                assert made.of([Entry(0, size)], 2048).entries == 1
+                assert made.of([[Entry(0, size)]], 2048)[0].entries == 1
         except Exception as fault:
             faults.append(fault)
 

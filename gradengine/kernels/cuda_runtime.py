@@ -300,14 +300,6 @@ class CudaRuntime(Device):
                         uses.pop(other, None)  # another thread may have looked at it too
             uses[key] = stream.record(uses.get(key) or self.event())
 
-    def readers(self) -> list[Any]:
-        """The streams on which CuPy now reads this device's arrays.
-
-        A read is queued on the current stream of the current device, whatever the array's device; a user's kernel on
-        the current stream of this device.
-        """
-        return [*{self.xp.cuda.get_current_stream(), self.current_stream()}]
-
     def stream_of(self, handle: int) -> Any:
         """Another library's stream as a CuPy stream; 0 is the default stream."""
         with self.active():

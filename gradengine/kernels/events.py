@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from gradengine.arrays.lost import device_failed, status_of_loss
-
-T = TypeVar("T")
+from gradengine.kernels.device import Answer
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DONE, _NOT_YET = 0, 600  # cudaSuccess, cudaErrorNotReady
@@ -36,7 +35,7 @@ class Events:
         self._runtime, self._ordinal = xp.cuda.runtime, ordinal
         self._exchange_mode = _driver(xp).cuThreadExchangeStreamCaptureMode
 
-    def relaxed(self, call: Callable[..., T], *arguments: Any) -> T:
+    def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Make a call that waits for the device, in relaxed mode, in which other threads' captures allow it."""
         mode = ctypes.c_int(_RELAXED)
         pointer = ctypes.byref(mode)
@@ -66,7 +65,7 @@ class Events:
         """Wait for the work before an event."""
         self.relaxed(event.synchronize)
 
-    def asked(self, call: Callable[..., T], *arguments: Any) -> T:
+    def asked(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Make a call of the driver; raises `DeviceFailed` in place of an error by which it says so."""
         try:
             return call(*arguments)

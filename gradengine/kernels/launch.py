@@ -87,25 +87,20 @@ class Tables:
         self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
         self._lock = threading.Lock()
 
-    def of(self, entries: Sequence[Entry], chunk: int, stream: int = 0) -> Table:
-        """The table of these entries, made at the first call, in memory of the stream with that handle."""
-        return self.all_of([entries], chunk, stream)[0]
+    def of(self, sets: Sequence[Sequence[Entry]], chunk: int, stream: int = 0) -> list[Table]:
+        """Make or find the tables of several sets of entries, in memory of the stream with that handle.
 
-    def all_of(self, sets: Sequence[Sequence[Entry]], chunk: int, stream: int = 0) -> list[Table]:
-        """The tables of several sets of entries; those that are new go to the device together."""
+        Those that are new go to the device together.
+        """
         keys = [(chunk, tuple(entries)) for entries in sets]
         with self._lock:  # engines in several threads share one device's tables
             found = {key: self._made[key] for key in keys if key in self._made}
             new = [key for key in dict.fromkeys(keys) if key not in found]
             for key, table in zip(new, self._make([key[1] for key in new], chunk, stream), strict=True):
-                self._make_room()
+                while len(self._made) >= _TABLES:
+                    self._made.pop(next(iter(self._made)))
                 found[key] = self._made[key] = table
         return [found[key] for key in keys]
-
-    def _make_room(self) -> None:
-        """Drop the oldest tables if there are too many."""
-        while len(self._made) >= _TABLES:
-            self._made.pop(next(iter(self._made)))
 
     def _make(self, sets: Sequence[tuple[Entry, ...]], chunk: int, stream: int) -> list[Table]:
         if not sets:
@@ -188,7 +183,7 @@ class Launches:
 
     def tables(self, sets: Sequence[Sequence[Entry]], chunk: int) -> list[Table]:
         """The tables of several sets of entries; those that are new go to the device in one copy."""
-        return self._tables.all_of(sets, chunk, self._device.giving_stream().ptr)
+        return self._tables.of(sets, chunk, self._device.giving_stream().ptr)
 
     def over(
         self,

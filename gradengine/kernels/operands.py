@@ -40,11 +40,6 @@ def tagged(buffer: Buffer) -> int:
     return buffer.pointer | DTYPES[buffer.dtype].tag << _DTYPE_SHIFT
 
 
-def addresses_of(destinations: Destinations) -> npt.NDArray[np.uint64]:
-    """Where the destinations that are not empty are, each tagged with its dtype."""
-    return np.array([tagged(view) for view in destinations.values() if view.size], np.uint64)
-
-
 def producers_of(views: Iterable[Buffer | None]) -> frozenset[ProducerStream]:
     """The streams on which these buffers are produced, each once."""
     return frozenset([view.producer for view in views if view is not None and view.producer is not None])

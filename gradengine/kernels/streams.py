@@ -100,8 +100,12 @@ class StreamOrder(Order):
             self._open.record(self._done)
 
     def follow(self) -> None:
-        """Make the current streams, of any device, wait for all work queued on the memory."""
-        streams = self.runtime.readers()
+        """Make the current streams, of any device, wait for all work queued on the memory.
+
+        CuPy queues a read on the current stream of the current device, whatever the array's device is. A user's kernel
+        is on the current stream of the memory's device.
+        """
+        streams = {self.runtime.xp.cuda.get_current_stream(), self.runtime.current_stream()}
         with self.runtime.active():
             self._end_open()
             for stream in streams:

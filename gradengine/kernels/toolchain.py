@@ -33,11 +33,6 @@ def load_cupy(ordinal: int) -> ModuleType:
     version = str(cupy.__version__)
     if int(version.partition(".")[0]) < _OLDEST_CUPY:
         raise DeviceUnavailable("CuPy is too old", got=version, expected=f">= {_OLDEST_CUPY}", do=_INSTALL)
-    _refuse_missing_device(cupy, ordinal)
-    return cupy
-
-
-def _refuse_missing_device(cupy: Any, ordinal: int) -> None:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as fault:  # noqa: BLE001  (CuPy's error class can be named only where its libraries load)
@@ -58,6 +53,7 @@ def _refuse_missing_device(cupy: Any, ordinal: int) -> None:
             got=f"compute capability {capability / 10}",
             expected=f"{_OLDEST_CAPABILITY / 10} or more",
         )
+    return cupy
 
 
 def source(name: str) -> str:
