@@ -10,6 +10,8 @@ Run:    python examples/any_launcher.py
         mpiexec -n 2 python examples/any_launcher.py --by launcher
         mpiexec -n 2 python examples/any_launcher.py --by mpi
 
+        With MPICH's mpiexec `--by launcher` needs GRADENGINE_JOB, another name for each run.
+
 Checks: all ranks end with the same bytes, and with the weights of one process that sees the whole batches within
 1e-5. Exits with 1 where they do not.
 """

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def mpiexec(ranks, *command):
     own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     process = subprocess.Popen(
         [Path(sys.executable).parent / "mpiexec", "-n", str(ranks), sys.executable, *map(str, command)],
-        env=own | OF_OPEN_MPI | {"PYTHONPATH": str(ROOT)},
+        env=own | OF_OPEN_MPI | {"PYTHONPATH": str(ROOT), "GRADENGINE_JOB": secrets.token_hex(8)},  # MPICH names no run
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
