@@ -547,8 +547,9 @@ class StubDevice:
     def current_stream(self):
         return self.stream
 
-    def readers(self):
-        return [self.stream]
+    @property
+    def xp(self):
+        return SimpleNamespace(cuda=SimpleNamespace(get_current_stream=self.current_stream))
 
     def read(self, _, behind):
         self.read_behind.append(behind)
