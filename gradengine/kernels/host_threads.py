@@ -7,11 +7,10 @@ import math
 import os
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -51,60 +50,99 @@ def _quota_of(group: Path) -> float:
     return math.inf
 
 
-def shared_by_threads(work: Callable[[Task], None], tasks: Iterable[Task], helpers: int, threads: int) -> None:
+def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
     """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
 
-    When this returns or raises, no thread works on these tasks any more, unless Ctrl-C came twice. A helper that has
-    not begun by then finds no task, and is not waited for. Where the process can have no more threads, the caller does
-    all of it.
-
-    Not an executor: to submit to one takes 50 us longer.
+    When this returns or raises, no thread works on these tasks any more. Where the process can have no more threads,
+    the caller does all of it.
     """
-    waiting = deque(tasks)
-    bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-    begun: list[None] = []  # by helpers, as are the faults by which they ended, if by one
-    ended: list[BaseException | None] = []
+    shared = _SharedWork(work, tasks)
+    try:
+        try:
+            pool = _pool(threads)
+            if pool is not None:
+                for _ in range(helpers):
+                    pool.put(shared.help)
+            shared.drain()
+        finally:
+            shared.end()
+    finally:
+        shared.end()  # the first one may be what Ctrl-C interrupted
+    if shared.faults:
+        raise shared.faults[0]  # what a helper ended with
 
-    def drain() -> None:
+
+class _SharedWork(Generic[Task]):
+    """Tasks that a caller and helper threads take one by one; an interrupt of the caller leaves no lock held.
+
+    No lock but a helper's own: an interrupt between acquiring one and the `with` that releases it would stop the
+    others for ever. A deque's operations are atomic.
+    """
+
+    def __init__(self, work: Callable[[Task], None], tasks: Iterable[Task]) -> None:
+        self._work, self._tasks = work, deque(tasks)
+        self._helpers: list[_Helper] = []
+        self.faults: list[BaseException] = []
+
+    def drain(self) -> None:
+        """Take tasks until there are none."""
         # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
         with np.errstate(all="ignore"):
             while True:
                 try:
-                    task = waiting.popleft()
+                    task = self._tasks.popleft()
                 except IndexError:
                     return
-                work(task)
+                self._work(task)
 
-    def help_caller() -> None:
-        begun.append(None)  # before the first task is taken: the caller waits for all that took one
-        fault: BaseException | None = None
+    def help(self) -> None:
+        """Drain, in a helper thread."""
+        helper = _Helper()
+        # Before the first task is taken: who empties the list and then waits for all helpers misses none.
+        self._helpers.append(helper)
         try:
-            drain()
-        except BaseException as raised:  # noqa: BLE001  (the caller raises it)
-            fault = raised
-            waiting.clear()
-        ended.append(fault)
-        bell.put(None)
+            self.drain()
+        except BaseException as fault:  # noqa: BLE001  (the caller raises it)
+            self.faults.append(fault)
+            self._tasks.clear()
+        finally:
+            helper.finish()
 
-    try:
-        pool = _pool(threads)
-        if pool is not None:
-            for _ in range(helpers):
-                pool.put(help_caller)
-        drain()
-        while len(ended) < len(begun):
-            bell.get()
-    except BaseException:
-        waiting.clear()
-        while len(ended) < len(begun):  # not by the bell: what Ctrl-C interrupted may have taken a helper's ring
-            time.sleep(0.0001)
-        raise
-    for fault in tuple(ended):  # a late helper may add to them
-        if fault is not None:
-            raise fault
+    def end(self) -> None:
+        """Return when no thread works any more, even if interrupted; helpers that never began are not waited for."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._tasks.clear()
+                for helper in tuple(self._helpers):
+                    helper.wait()
+                break
+            except BaseException as fault:  # noqa: BLE001  (raised when the chunk under way, 0.1 ms of work, is done)
+                interrupt = fault
+        if interrupt is not None:
+            raise interrupt
 
 
-_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None]]"
+class _Helper:
+    """One helper thread's part in the shared work."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def finish(self) -> None:
+        """Note that this helper is done."""
+        self._is_done = True
+        self._done.release()
+
+    def wait(self) -> None:
+        """Return when this helper is done; call it again if it was interrupted."""
+        while not self._is_done:
+            self._done.acquire()
+
+
+_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 _pools: dict[int, _Calls] = {}
 
 
@@ -112,22 +150,31 @@ def _pool(threads: int) -> _Calls | None:
     """The queue of calls for a pool of `threads` - 1 threads of this process at most, since the caller works too.
 
     None where not one can be started; the next call tries again.
+
+    Not an executor: an interrupt of the caller can leave the locks of its futures held.
     """
     if threads not in _pools:
         calls: _Calls = queue.SimpleQueue()
-        for number in range(threads - 1):
-            name = f"gradengine-host-{threads}-{number}"
-            try:
-                threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
-            except RuntimeError:  # a limit of the container, or of the user
-                break
-            _pools.setdefault(threads, calls)
+        started = _start(calls, threads)
+        if started and _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
+            for _ in range(started):
+                calls.put(None)
     return _pools.get(threads)
 
 
+def _start(calls: _Calls, threads: int) -> int:
+    """Start the threads of a pool; returns how many there are."""
+    for number in range(threads - 1):
+        name = f"gradengine-host-{threads}-{number}"
+        try:
+            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+        except RuntimeError:  # a limit of the container, or of the user
+            return number
+    return threads - 1
+
+
 def _serve(calls: _Calls) -> None:
-    while True:
-        call = calls.get()
+    while (call := calls.get()) is not None:
         call()
         del call  # it holds the caller's arrays
 
