@@ -4,9 +4,8 @@
     python examples/raw_pointers.py [--device cuda]
 
 On the CPU the memory is shared memory, into which another process may write; on a GPU it comes from cudaMalloc. A
-`RawBuffer` says where it lies, how many elements of which dtype it holds, and who owns it. An owner that says that the
-memory is gone (a memoryview that is released, an object that is `closed`, a weak reference to nothing) has the engine
-refuse the address instead of reading there.
+`RawBuffer` says where it lies, how many elements of which dtype it holds, and who owns it. The engine keeps the owner
+alive with the `RawBuffer`, and does not ask whether the memory was freed.
 
 It checks itself against NumPy: norm and factor agree to 1e-6, and what was written, in fp32 and bf16, has the bits of
 NumPy's sum times the factor; else it exits with 1.
@@ -34,15 +33,14 @@ Copy = Callable[[int, int, int], object]  # destination, source, bytes
 
 
 class DeviceMemory:
-    """A GPU's memory, by cudaMalloc, until it is closed."""
+    """A GPU's memory, by cudaMalloc, until it is freed."""
 
     def __init__(self, runtime: Any, nbytes: int) -> None:
-        self._runtime, self.closed = runtime, False
+        self._runtime = runtime
         self.pointer = int(runtime.malloc(nbytes))
 
     def close(self) -> None:
         """Free it."""
-        self.closed = True
         self._runtime.free(self.pointer)
 
 

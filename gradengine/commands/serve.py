@@ -30,7 +30,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a secret is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
-    secret_file: Annotated[Path | None, typer.Option(help="File with the secret; else $GRADENGINE_SECRET.")] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret; else $GRADENGINE_SECRET or the file $GRADENGINE_SECRET_FILE."),
+    ] = None,
     tls: Annotated[
         Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key; else $GRADENGINE_TLS.")
     ] = None,

@@ -77,9 +77,7 @@ class LossScaling:
             self.dynamic.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
 
     def used(self, decision: Decision, known: float) -> Any:
-        """The scale of the step that was decided, for its result; None if the scale is a number that is set."""
-        if self.dynamic is None:
-            return None
+        """The scale of the step that was decided, for its result, where the scale is a dynamic one."""
         return known if decision.bad is not None else decision.loss_scale
 
     def saved(self) -> tuple[float, int]:

@@ -242,10 +242,6 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         """A result of another step, with this result's arrays: a graph's replay writes the same memory."""
         return replace(self, step=step, _changes=self._accumulator.state.changes)
 
-    def handed_to(self, arrays: Mapping[str, Any]) -> StepResult:
-        """A result of the same step whose gradients are other arrays."""
-        return replace(self, _arrays=arrays)
-
     @property
     def _decision(self) -> Decision:
         """The decision, once the current streams have been made to wait for the step."""
