@@ -260,7 +260,9 @@ def _has_setter(kind: type, name: str) -> bool:
     return getattr(getattr(kind, name, None), "fset", None) is not None
 
 
-def _cannot_be_set(kind: type, name: str) -> FixedAttribute:
+def _cannot_be_set(kind: type, name: str) -> CallerError:
+    if hasattr(kind, RENAMED.get(name, "")):
+        return renamed(name, kind=FixedAttribute)
     others = ", ".join(other for other in dir(kind) if _has_setter(kind, other))
     expected = f"one that can be set: {others}" if others else None
     is_given = name in inspect.signature(kind).parameters

@@ -183,7 +183,6 @@ class Stand:
             Call.RECONNECT: lambda: engine.reconnect(Echo()),
             Call.SAVE: engine.state_dict,
             Call.LOAD: lambda: engine.load_state_dict(GradientEngine(LAYOUT).state_dict()),
-            Call.DISCARD: engine.discard,
             Call.BEGIN: lambda: engine.micro_batch().add("head", self.of[1][1]),
             Call.COMPONENT: lambda: engine.accumulator.add_component("head", self.of[1][1], begins=False),
         }
@@ -305,7 +304,7 @@ def test_whatever_was_interrupted_only_discard_leads_out(stand, what):
     stand = stand(State[before.upper()])
     interrupt(stand)
     assert stand.now is State.BROKEN
-    for call in set(Call) - {Call.DISCARD}:
+    for call in Call:
         with pytest.raises(WindowError, match=r"is broken: a call was interrupted, .*; drop its window by discard\(\)"):
             stand.call(call)
     stand.engine.discard()

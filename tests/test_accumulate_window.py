@@ -120,7 +120,7 @@ class TestWeight:
 
     def test_an_array_on_a_gpu_is_refused(self):
         on_gpu = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (2, 0))
-        with pytest.raises(CallerError, match=r"an array on a GPU: got cuda:0, expected a number; call `\.item\(\)`"):
+        with pytest.raises(CallerError, match=r"device: got cuda:0, expected a number; call `\.item\(\)`"):
             checked_weight(on_gpu)
 
 

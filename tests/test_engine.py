@@ -338,6 +338,14 @@ def test_what_is_refused_changes_nothing(what):
         assert (bits_of(result), result.norm) == (bits_of(wanted), wanted.norm)
 
 
+def test_partial_is_true_or_false_in_a_full_window_too():
+    engine = new_engine()
+    engine.add(gradients_of())
+    with pytest.raises(CallerError, match="partial"):
+        engine.step(partial="no")
+    assert engine.has_open_window
+
+
 @pytest.mark.parametrize("bad", [[None] * 3, [*gradients_of()[:2], np.ones(1)]], ids=["nothing", "float64"])
 def test_what_is_refused_launches_nothing(emulated, bad):
     engine, good = new_engine(emulated), put_all(emulated, gradients_of())
@@ -359,7 +367,7 @@ def test_a_weight_on_a_device_is_refused_by_every_way_in(device):
         lambda: engine.add_non_block("head", arrays[2], weight),
         lambda: engine.micro_batch(weight),
     ):
-        with nothing_is_launched(device), pytest.raises(CallerError, match=r"a GPU: got .*call `\.item\(\)`"):
+        with nothing_is_launched(device), pytest.raises(CallerError, match=r"a device: got .*call `\.item\(\)`"):
             call()
     assert not engine.has_open_window
 
@@ -460,10 +468,11 @@ class TestCost:
 
         assert growth(work_of, 60) < 2.2
 
-    def test_the_last_add_of_a_window_is_fifty_calls_and_a_step_55(self):
+    @pytest.mark.parametrize("names", ["abc", [f"layers.{i}.{n}" for i in range(4) for n in "qkv"]])
+    def test_the_last_add_of_a_window_is_fifty_calls_and_a_step_55(self, names):
         """What many small tensors cost is Python's: 0.1 us a call, and more where it has not run for a while."""
-        layout = GradientLayout.of(dict.fromkeys("abc", (4,)))
-        engine, gradients = new_engine(layout=layout, micro_batches=2), {n: np.ones(4, np.float32) for n in "abc"}
+        layout = GradientLayout.of(dict.fromkeys(names, (4,)))
+        engine, gradients = new_engine(layout=layout, micro_batches=2), {n: np.ones(4, np.float32) for n in names}
         for _ in range(2):
             engine.add(gradients)
             engine.add(gradients)

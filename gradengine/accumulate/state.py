@@ -68,7 +68,6 @@ class Call(Enum):
     COMPONENT = "each later component of such a micro-batch, and its end"
     SAVE = "state_dict"
     LOAD = "load_state_dict"
-    DISCARD = "discard"
 
     __hash__ = object.__hash__
 
@@ -214,7 +213,6 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
         **{call: answer or state for call, answer in zip(Call, answers + _MORE_CALLS[state], strict=False)},
-        Call.DISCARD: EMPTY,
         **{event: answer for event, answer in zip(Event, _EVENTS[state], strict=True) if answer},
     }
     for state, answers in _CALLS.items()

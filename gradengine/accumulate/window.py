@@ -20,7 +20,8 @@ from gradengine.layout import Slot
 from gradengine.layout.slots import Span
 
 Flags = npt.NDArray[np.bool_]
-_ONE: np.float32 = np.float32(1)
+# Below the smallest weight, 1 / weight may be no fp32 number.
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -243,23 +244,25 @@ def checked_weight(weight: SupportsFloat) -> np.float32:
 
     Raises:
         WindowError: The weight is not a finite normal fp32 number above 0.
-        CallerError: It is an array on a GPU.
+        CallerError: It is an array that is not on the host.
     """
-    if type(weight) is float and weight == 1:  # as nearly all are
-        return _ONE
+    scalar: np.float32
+    if (type(weight) is float or type(weight) is int) and _LEAST <= weight <= _MOST:  # as nearly all are
+        scalar = np.float32(weight)
+        return scalar
     with np.errstate(over="ignore"):
-        scalar: np.float32 = np.float32(weight_as_float(weight))
-    if not np.finfo(np.float32).tiny <= scalar < np.inf:  # below, 1/weight may be no fp32 number
+        scalar = np.float32(weight_as_float(weight))
+    if not _LEAST <= scalar <= _MOST:
         do = "for a micro-batch that counts nothing call add(None, weight=0)"
         raise out_of_range("a micro-batch's weight", weight, "a finite number above 1.18e-38", WindowError, do)
     return scalar
 
 
 def weight_as_float(weight: SupportsFloat) -> float:
-    """Return a weight as a float, NaN if it is not a number; raises `CallerError` for an array on a GPU."""
+    """Return a weight as a float, NaN if it is not a number; raises `CallerError` for an array on a device."""
     if not isinstance(weight, (int, float, np.generic)) and (device := device_of(weight)) != "cpu":
         raise CallerError(
-            "a micro-batch's weight is an array on a GPU",
+            "a micro-batch's weight is an array on a device",
             got=device,
             expected="a number",
             do="call `.item()` on it, once a step, or count the labels on the host",

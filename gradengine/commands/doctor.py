@@ -103,7 +103,7 @@ def environment(variables: Mapping[str, str]) -> Rows:
 
 
 def _facts(variables: Mapping[str, str]) -> Rows:
-    world, secret, job = read_world(variables), read_secret(variables), read_job(variables)
+    secret, world, job = read_secret(variables), read_world(variables), read_job(variables)
     address = read_address(variables, secret=secret.value if secret else None)
     refuse_without_secret(address, secret.value if secret else None)
     certificates, launcher = certificates_of(None), world.launcher

@@ -16,7 +16,7 @@ from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
 from gradengine.engine.settings import Settings
-from gradengine.errors import RENAMED, CallerError, LayoutMismatch, renamed
+from gradengine.errors import CallerError, LayoutMismatch, renamed
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
 from gradengine.layout.layout import layout_from_table
@@ -97,8 +97,9 @@ def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Se
     _refuse_other_layout(found["layout"].tobytes(), layout)
     _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, settings.micro_batches)
     average = found["average"].tobytes().decode(errors="replace")
-    if average in RENAMED:
-        raise renamed(average, do=f"write state['average'] = np.frombuffer(b'{RENAMED[average]}', np.uint8)")
+    if average == "sum":
+        do = "write np.frombuffer(b'prescaled', np.uint8) to state['average'], and load it with that average"
+        raise renamed(average, do)
     _refuse_other_setting("average", average, settings.average)
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ParamSpec, SupportsFloat, TypeVar, final
+from typing import Any, SupportsFloat, final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.destinations import handed_back
@@ -30,9 +30,6 @@ from gradengine.layout import GradientLayout, Span, refuse_no_layout
 from gradengine.reduction.reducer import DecidedStep, Reducer, whole
 from gradengine.reduction.stats import StepStats
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
-
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
 
 _ADD, _STEP = nvtx_range("gradengine.add"), nvtx_range("gradengine.step")
 
@@ -109,8 +106,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
-        loss_scale = checked_scale(loss_scale, on_non_finite)
         self._settings = Settings(self._plan, on_non_finite, average, micro_batches)
+        loss_scale = checked_scale(loss_scale, on_non_finite)
         if tp_exchange is None:
             self._settings.refuse_lone_part(layout)
         self.layout = layout
@@ -308,7 +305,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
                 not wanted. By default the gradients are handed back in the arena.
             deferred: Leave the sum unscaled, in `result.sums`, for an optimizer that multiplies by `result.factor`
                 itself and reads `result.skipped`: one pass less.
-            loss_scale: What the window's losses were multiplied by, if not set before; becomes the engine's.
+            loss_scale: What the window's losses were multiplied by, if not set before; becomes the engine's, also
+                if the step fails: `step()` runs it again with this scale, or another, unless the workers agreed on it.
             partial: Allow fewer micro-batches than the engine's `micro_batches`, as in the last window of an epoch.
 
         Returns:
@@ -326,7 +324,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
         with _STEP:
-            result = self._step(out, truth_value("deferred", deferred), loss_scale, partial)
+            result = self._step(out, deferred is not False and truth_value("deferred", deferred), loss_scale, partial)
         return result if self._captures else self._observers.shown(result)
 
     @whole
@@ -339,7 +337,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         destinations = None if arrays is None else self.accumulator.destinations.of(arrays)
         self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
-            if self._state.now is State.AGREED:
+            if self._reducer.has_agreed:
                 self.loss_scale = loss_scale
             else:
                 self._scaling.replace(loss_scale)

@@ -55,8 +55,8 @@ class Settings:
 
     def refuse_short(self, count: int, *, partial: bool) -> None:
         """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is said."""
-        room = self.micro_batches
-        if room is not None and 0 < count < room and not truth_value("partial", partial):
+        room, may_be_short = self.micro_batches, partial is not False and truth_value("partial", partial)
+        if room is not None and 0 < count < room and not may_be_short:
             raise WindowError(
                 "the window is short",
                 got=f"{count} micro-batches",

@@ -68,13 +68,13 @@ def joining(
     """
     if job is not None:
         refuse_bad_job(job)
+    if secret is None:
+        found = read_secret(os.environ)
+        secret = found.value if found else None
     if rank is None or world_size is None:
         world = read_world(os.environ, rank, world_size)
         rank = world.rank if rank is None else rank
         world_size = world.world_size if world_size is None else world_size
-    if secret is None:
-        found = read_secret(os.environ)
-        secret = found.value if found else None
     if url is None:
         address = read_address(os.environ, job, secret, rank, world_size)
         refuse_without_secret(address, secret)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,7 +107,7 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
     norm = math.sqrt(sum_in_order(totals)) / divisor
     groups = len(plan.max_norms)
     norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
-    scales = [clip_scale(norm, bound, divisor) for norm, bound in zip(norms[:groups], plan.max_norms, strict=True)]
+    scales = list(map(clip_scale, norms, plan.max_norms, repeat(divisor)))  # of the groups, which are first
     bad = () if math.isfinite(norm) else tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
     return Decision(
         norm=norm,

@@ -111,6 +111,11 @@ class Reducer:
         return self.workers.is_alone and self.parts.group.is_alone
 
     @property
+    def has_agreed(self) -> bool:
+        """Whether all ranks have the open step's sums and settings, which are final; never so for a lone one."""
+        return self.agreed is not None and self._state.now is State.AGREED and not self.is_alone
+
+    @property
     def waits(self) -> bool:
         """Whether a step waits on the host for other ranks, which decide it there."""
         return not self.is_alone and self.on_device is None
@@ -193,7 +198,7 @@ class Reducer:
         is_alone, accumulator = self.is_alone, self._accumulator
         if self._loaded_from is not None:
             _refuse_other_worker(self._loaded_from, self.worker)
-        if self.agreed is not None and self._state.now is State.AGREED and not is_alone:
+        if self.agreed is not None and self.has_agreed:
             return self.agreed  # the step had reached its verdict before; nothing is left to exchange
         self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
         if self.workers.exchange is None and is_alone:
