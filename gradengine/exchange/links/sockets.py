@@ -160,9 +160,10 @@ class SocketLink(Link):
         self._over.append(transfer._replace(kind=Completed.DAMAGED) if is_damaged else transfer)
 
     def _refuse_lost(self) -> None:
+        """Raise for a rank whose transfers will never be over, once all that it had sent before was received."""
         if not self._faults:  # as nearly always
             return
-        missed = {transfer.peer for transfer in self._open if self._is_missed(transfer)}
+        missed = {transfer.peer for transfer in self._open} & self._faults.keys()
         if not missed:
             return
         # The one that was lost first, if none says another: some may have closed for that in the middle of a message.
@@ -172,11 +173,6 @@ class SocketLink(Link):
             raise self.lost_by(peer, self._farewells[peer])
         self.lost = peer
         raise self._faults[peer]
-
-    def _is_missed(self, transfer: Completion) -> bool:
-        """Whether a transfer will never be over; asked once all that the rank had sent before was received."""
-        kind, peer, _ = transfer
-        return peer in self._faults and (kind is Completed.SENT or self._connections[peer].has_ended)
 
     def _watch(self, connection: Connection) -> None:
         """Let the bell ring when the connection can be read or written."""
