@@ -68,7 +68,6 @@ class EngineCallback(Callback):  # type: ignore[misc]
         refuse_dividing_again(self._engine)
         refuse_clipping_twice("gradient_clip_val", trainer.gradient_clip_val)
         leave_sum_to(self._engine, trainer.strategy.model, trainer.world_size)
-        pl_module.zero_grad()  # Lightning leaves the last gradients of a fit
         self._attached = attach(pl_module, self._engine)
         finish = partial(self._finish, self._attached, getattr(trainer.precision_plugin, "scaler", None))
         pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
