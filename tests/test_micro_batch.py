@@ -170,7 +170,7 @@ class TestAddedByOthers:
                 if not others:
                     engines[0].add(gradients)
                 else:
-                    with engines[0].micro_batch() as micro_batch:
+                    with backend.active(), engines[0].micro_batch() as micro_batch:
                         micro_batch.begin()
                         arena = engines[0].accumulator.arrays()
                         for name, gradient in gradients.items():
@@ -188,7 +188,7 @@ class TestAddedByOthers:
         engine = GradientEngine(TWO, backend.kernels)
         engine.add(put_all(backend, [np.float32([5]), np.float32([5])]))
         engine.step()
-        with engine.micro_batch() as micro_batch:
+        with backend.active(), engine.micro_batch() as micro_batch:
             micro_batch.begin()
             engine.accumulator.arrays()["w"][...] += 3
             micro_batch.note_added("w")
