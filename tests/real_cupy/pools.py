@@ -67,10 +67,10 @@ def install() -> None:
 
     def allocate(size: int) -> Any:
         note_allocation(size)
-        _settle_ended_threads()
         memory = device_pool.malloc(size)
         if not size:
             return memory
+        _settle_ended_threads()  # now: the pool may hand out what a garbage collection within malloc() gave back
         device = cuda.runtime.getDevice()
         current = cuda.get_current_stream().ptr
         stream = DRIVER.gpuless_own_stream(current)
