@@ -138,3 +138,11 @@ def refuse_other_kind(name: str, value: object, kind: type, do: str | None = Non
     """Raise `CallerError` unless the value is an instance of this class."""
     if not isinstance(value, kind):
         raise CallerError(f"{name} is not a {kind.__name__}", got=said(value), do=do)
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Return the seconds as a float; raises `CallerError` unless they are above 0 and at most 1e9."""
+    number = as_float(seconds)
+    if not 0 < number <= 1e9:  # also true of NaN
+        raise out_of_range(name, seconds, "seconds above 0, at most 1e9")
+    return number

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from gradengine import Exchange, GradientLayout, connect, local_group
 from gradengine.arrays.shared import shared_array
-from gradengine.exchange.linked import Progress
 
 Array = npt.NDArray[np.float32]
 Sum = Callable[[], None]
@@ -39,10 +38,10 @@ class Rank:
 
     def __init__(self, exchange: Exchange, megabytes: int, *, is_shared: bool = False) -> None:
         self.layout = GradientLayout.of({f"layers.{n}.w": (megabytes * 250_000 // SPANS,) for n in range(SPANS)})
-        self.exchange, self.progress = exchange, Progress()
+        self.exchange, self.step = exchange, 0
         size = self.layout.arena_size
         self.arena = shared_array(size) if is_shared else np.zeros(size, np.float32)
-        exchange.bind(self.layout, self.arena, self.progress)
+        exchange.bind(self.layout, self.arena)
 
     def sum(self, backward: float = 0.0) -> None:
         """Sum the arena, whose spans come at even shares of so many seconds."""
@@ -62,7 +61,8 @@ class Rank:
         work()
         took = time.perf_counter() - begin
         told = self.exchange.all_gather(np.float64(took).tobytes())
-        self.progress.next_step()
+        self.step += 1
+        self.exchange.begin(self.step)
         return max(float(np.frombuffer(each)[0]) for each in told)
 
     def refuse_wrong(self, work: Sum) -> None:

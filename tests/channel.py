@@ -2,14 +2,7 @@
 
 from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.addresses import connect_once
-from gradengine.exchange.wire import (
-    MAX_SMALL_PAYLOAD,
-    PREFIX_BYTES,
-    decode_header,
-    decode_prefix,
-    encode_head,
-    expect_payload,
-)
+from gradengine.exchange.wire import HEAD_BYTES, announced, checksum, decoded, encoded, head
 
 SECRET = "a secret of all ranks"
 
@@ -21,26 +14,28 @@ class Channel:
         self._socket, self.peer = connection, peer
         connection.settimeout(10.0)
 
-    def send(self, message, payload=b""):
+    def send(self, message):
         """Send a message; `PeerLost` if it does not go."""
+        self.send_bytes(encoded(message))
+
+    def send_bytes(self, data):
+        """Send any bytes; `PeerLost` if they do not go."""
         try:
-            self._socket.sendall(encode_head(message, len(payload)) + payload)
+            self._socket.sendall(data)
         except OSError as fault:
             raise PeerLost(f"connection with {self.peer} broke while sending ({fault})") from None
 
     def receive(self):
-        """The next message, and its payload."""
-        header_bytes, payload_bytes = decode_prefix(self._read(PREFIX_BYTES))
-        message = decode_header(self._read(header_bytes), payload_bytes)
-        expect_payload(message, payload_bytes, MAX_SMALL_PAYLOAD)
-        return message, self._read(payload_bytes)
+        """The next message."""
+        kind, check, size = announced(self._read(HEAD_BYTES), self.peer)
+        return decoded(kind, check, self._read(size))
 
     def expect(self, kind):
-        """The next message, which must be of the given kind, and its payload."""
-        message, payload = self.receive()
+        """The next message, which must be of the given kind."""
+        message = self.receive()
         if not isinstance(message, kind):
-            raise ProtocolError(f"{self.peer} sent another message", got=message.kind, expected=kind.kind)
-        return message, payload
+            raise ProtocolError(f"{self.peer} sent another message", got=message, expected=kind.__name__)
+        return message
 
     def close(self):
         """Close the connection; may be called twice."""
@@ -62,3 +57,18 @@ class Channel:
 def knock(address):
     """A channel to whoever listens there, which has not said anything yet."""
     return Channel(connect_once(address, 5.0), "the server")
+
+
+def tag_of(message):
+    """The tag of a message's kind."""
+    return int.from_bytes(encoded(message)[2:6], "big")
+
+
+def framed(message, payload):
+    """A frame of a message's kind with another payload, and the right checksum."""
+    return head(tag_of(message), checksum(tag_of(message), payload), len(payload)) + payload
+
+
+def claim(message, size):
+    """The head of a frame of a message's kind, which announces so many bytes."""
+    return head(tag_of(message), 0, size)

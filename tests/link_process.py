@@ -122,7 +122,13 @@ def reduced(link, parts, owner=None, bucket_bytes=1 << 17):
     all_reduce = OrderedAllReduce(link.rank, link.world_size, LAYOUT, shares, arena, HostKernels(threads=1))
     pump = Pump(link)
     pump.run(all_reduce)
-    return arena, pump
+
+    def start(*spans):
+        with pump.lock:
+            all_reduce.start(*spans)
+            pump.wake(in_background=True)
+
+    return arena, pump, start, all_reduce
 
 
 def sums(part=None):
@@ -131,17 +137,18 @@ def sums(part=None):
         link = GROUP.link(part)
         owner, bucket_bytes = (link.world_size - 1, 4) if is_star else (None, 1 << 17)
         steps = [parts_of(LAYOUT, link.world_size, seed) for seed in range(3)]
-        arena, pump = reduced(link, steps[0], owner, bucket_bytes)
+        arena, pump, start, all_reduce = reduced(link, steps[0], owner, bucket_bytes)
         for parts in steps:
             arena[:] = parts[link.rank]
             for span in LAYOUT.spans:
-                pump.start(span)
+                start(span)
             GROUP.barrier()
             pump.wait(SOON)
             assert arena.tobytes() == functools.reduce(np.add, parts).tobytes()
             told = [bytes([rank]) * 5000 * rank for rank in range(link.world_size)]
             assert pump.gather(told[link.rank], SOON) == told
-            pump.next_step()
+            with pump.lock:
+                all_reduce.next_step()
         pump.close()
     say("the same")
 
@@ -373,13 +380,13 @@ def fails(what, who):
     if what == "joins-late" and GROUP.rank == who:
         time.sleep(3600)
     link = GROUP.link(timeout=LATE if what == "joins-late" else SOON)
-    _, pump = reduced(link, parts_of(LAYOUT, link.world_size, 1))
-    pump.start(LAYOUT.spans[0])
+    _, pump, start, _ = reduced(link, parts_of(LAYOUT, link.world_size, 1))
+    start(LAYOUT.spans[0])
     if link.rank == who:
         GROUP.barrier()
         end(what)
     for span in LAYOUT.spans[1:]:
-        pump.start(span)
+        start(span)
     GROUP.barrier()
     try:
         pump.wait(LATE if what in {"stopped", "late"} else SOON)

@@ -5,7 +5,7 @@ import threading
 from transports import Failing
 
 from gradengine import connect, local_group
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links.threads import thread_links
 
 OPTIONS = {"timeout": 60.0, "join_timeout": 60.0}
@@ -16,10 +16,14 @@ def on_ranks(work, world_size, **options):
     return _on_each(work, local_group(world_size, **OPTIONS | options))
 
 
-def may_hold_sums(engine):
+def holds_sums(engine):
     """Whether some of the sum over links may have come into an engine's arena."""
-    carrier = engine._reducer.workers.progress.carrier
-    return carrier is not None and carrier._all_reduce.may_hold_sums
+    return engine.exchange.holds_sums
+
+
+def started(engine):
+    """The keys of the spans that an engine has started in this step."""
+    return set(engine.exchange.started)
 
 
 def on_links(work, world_size, *, lost_after=None, **options):

@@ -11,7 +11,7 @@ from ranks import on_ranks
 from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulator
 from gradengine.accumulate.state import TABLE, Call, Event, Refusal, State, StepState
 from gradengine.errors import CallerError, NonFiniteGradient, PeerLost, WindowError
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange, Sums
 from gradengine.kernels.host_device import HostDevice
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3,), "head": (2,)})
@@ -61,16 +61,20 @@ def test_what_is_on_its_way_takes_no_more_by_name_or_id():
 class Echo(Exchange):
     """A group of two whose other rank says what this one says; its sums are what is there, unless it is `lost`."""
 
-    rank, world_size, url, shares_memory = 0, 2, None, False
+    rank, world_size, url, shares_memory, holds_sums, device_calls, started = 0, 2, None, False, False, None, ()
 
     def __init__(self, lost=False):
         self.lost = lost
 
-    def bind(self, layout, arena, progress):
+    def bind(self, layout, arena, **_):
         sums = arena.rows(1, layout.arena_size)[0]
-        vars(self).update(layout=layout, arena=arena, progress=progress, sums=sums)
+        vars(self).update(layout=layout, arena=arena, sums=sums, started=set(), _told={})
+
+    def begin(self, step):
+        vars(self).update(started=set(), _told={})
 
     def start(self, *spans, in_background=True):
+        self.started.update(span.key for span in spans)
         for span in spans:
             self.arena.note(span.key)
             row = self.sums[span.start : span.stop]
@@ -81,8 +85,8 @@ class Echo(Exchange):
     def wait(self):
         if self.lost:
             raise PeerLost("the other rank is gone")
-        self.progress.squares = np.array([np.square(self.sums[slot.offset : slot.stop]).sum() for slot in LAYOUT.slots])
-        return ()
+        squares = np.array([np.square(self.sums[slot.offset : slot.stop]).sum() for slot in LAYOUT.slots])
+        return Sums(squares, [], 0.0, 0.0)
 
     def all_gather(self, data):
         return [data, data]

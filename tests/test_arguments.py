@@ -26,7 +26,6 @@ from gradengine.arguments import (
 from gradengine.elementwise import add, cast, fill, scale
 from gradengine.engine.trainer import weights_digest
 from gradengine.errors import CallerError, LayoutMismatch
-from gradengine.exchange import Progress
 from gradengine.kernels import HostKernels
 from gradengine.layout import layout_from_table
 
@@ -160,7 +159,7 @@ def stepped(**options):
 
 def bound(layout=LAYOUT, arena=None):
     (exchange,) = ge.local_group(1)
-    exchange.bind(layout, floats(LAYOUT.arena_size) if arena is None else arena, Progress())
+    exchange.bind(layout, floats(LAYOUT.arena_size) if arena is None else arena)
     return exchange
 
 
@@ -178,7 +177,7 @@ def no_table(v):
 
 
 def reached(host):
-    ge.WorkerClient((host, 1), 0, 1, join_timeout=0.01).bind(LAYOUT, floats(LAYOUT.arena_size), Progress())
+    ge.WorkerClient((host, 1), 0, 1, join_timeout=0.01).bind(LAYOUT, floats(LAYOUT.arena_size))
 
 
 FREE, NEVER = "tcp://127.0.0.1:0", ("127.0.0.1", 1)

@@ -13,7 +13,7 @@ from devices import bits_of, number_of, put_all, synchronize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
-from ranks import may_hold_sums, on_ranks
+from ranks import holds_sums, on_ranks
 from transports import Transport, group, on_all
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, local_group
@@ -364,7 +364,7 @@ class TestWorkers:
         def dead(_):
             GradientEngine(LAYOUT, exchange=first[1], max_norm=1.0, **options)
             for _ in range(6000):  # until its part has gone into the connection, and it receives the sum
-                if not is_sent or (waiting and may_hold_sums(waiting[0])):
+                if not is_sent or (waiting and holds_sums(waiting[0])):
                     break
                 threading.Event().wait(0.01)
             first[1].close()
@@ -379,7 +379,7 @@ class TestWorkers:
         states = saved_by(2, 3, 0)
 
         def joins(exchange):
-            engine = engine_with() if exchange.rank else loaded(states[0])
+            engine = engine_with(max_norm=1.0) if exchange.rank else loaded(states[0])
             engine.reconnect(exchange)
 
         def steps_on(exchange, forgets):

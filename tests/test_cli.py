@@ -26,7 +26,6 @@ from gradengine.commands.serve import table
 from gradengine.demo import command as demo_command
 from gradengine.demo.proofs import Proof
 from gradengine.errors import HandshakeRefused, PeerLost
-from gradengine.exchange import Progress
 
 SMALL = ["demo", "--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--learning-rate", "0.03"]
 PYTHON = [sys.executable, "-m", "gradengine"]
@@ -333,7 +332,7 @@ def test_serve_sums_until_its_workers_have_gone_and_says_who_is_refused(tmp_path
     )
     for options in ({"secret": SECRET, "job": "run 2"}, {"secret": "another secret of all ranks", "job": "run 1"}):
         with pytest.raises(HandshakeRefused):
-            WorkerClient(address_of(url), 1, 2, **options).bind(LAYOUT, ARENA, Progress())
+            WorkerClient(address_of(url), 1, 2, **options).bind(LAYOUT, ARENA)
     assert sums_of_two(url, SECRET, job="run 1") == [[1.5] * 3] * 2
     told = process.communicate(timeout=2 * SOON)[1]
     assert process.returncode == 0, told

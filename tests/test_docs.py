@@ -8,8 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from gradengine.exchange.links.sockets import checksum, head
-from gradengine.exchange.wire import PREFIX_BYTES, Abort, decode_header, decode_prefix
+from gradengine.exchange.wire import Abort, checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -98,14 +97,10 @@ def test_every_install_line_names_what_there_is():
 
 def test_the_message_in_wire_md_is_what_it_says():
     message = bytes.fromhex(blocks_of("docs/wire.md", "hex")[0])
-    header_bytes, payload_bytes = decode_prefix(message[:PREFIX_BYTES])
-    header = message[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
-    assert decode_header(header, payload_bytes) == Abort("PeerLost")
-    stream = msgpack.Unpacker()
-    stream.feed(message)
-    prefix, fields = stream
-    assert prefix == ["GE", 5, 40, 11]
-    assert fields["payload"] == b"rank 1 left"
+    assert message == encoded(Abort("PeerLost", "rank 1 left"))
+    tag, _, payload = msgpack.unpackb(message)
+    assert tag == 2**25 + 6
+    assert msgpack.unpackb(payload) == ["PeerLost", "rank 1 left"]
 
 
 def test_the_transfer_in_wire_md_is_what_it_says():

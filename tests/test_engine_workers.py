@@ -11,7 +11,7 @@ from backends import available
 from devices import bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import may_hold_sums, on_grid, on_ranks, on_tcp
+from ranks import OPTIONS, holds_sums, on_grid, on_ranks, on_tcp
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient, local_group
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, WindowError
@@ -185,11 +185,19 @@ class TestDisagreement:
             assert isinstance(error, ExchangeError)
             assert f"rank 1 has another {name} than rank 0" in str(error)
 
-    def test_groups_that_differ_are_too(self):
-        def work(exchange):
-            stepped(new_engine(exchange, groups=[None, "block"][exchange.rank]))
+    def test_a_setting_that_was_put_right_is_taken_by_the_next_group_and_a_loss_scale_by_the_next_step(self):
+        second = local_group(2, **OPTIONS)
 
-        assert all("another max_norm" in str(error) for error in on_ranks(work, 2))
+        def work(exchange):
+            with pytest.raises(HandshakeRefused, match="another average"):
+                new_engine(exchange, average=["weighted", "prescaled"][exchange.rank])
+            engine = new_engine(second[exchange.rank], average="weighted", loss_scale=2.0)
+            engine.add(gradients_of(exchange.rank))
+            with pytest.raises(ExchangeError, match="another loss_scale"):
+                engine.step(loss_scale=[1.0, 2.0][exchange.rank])
+            return bits_of(engine.step(loss_scale=1.0))
+
+        assert on_ranks(work, 2) == undisturbed(2)
 
     def test_layouts_that_differ_are_shown_on_every_rank(self):
         other = GradientLayout.of({"layers.0.w": (5, 3), "layers.1.w": (7,), "head": (1,)})
@@ -269,8 +277,8 @@ class TestFaults:
         kept = [[array.tobytes() for array in gradients_of(rank)] for rank in range(3)]
         assert on_ranks(work, 3) == [kept[0], None, kept[2]]
 
-    def test_a_failed_step_runs_again_on_another_exchange(self):
-        """All ranks break off mid-step with some spans summed; the second try ends with the undisturbed bytes."""
+    def test_a_window_of_which_something_is_summed_is_lost_on_all_ranks_and_its_number_is_used_again(self):
+        """All ranks break off mid-step with some spans summed; after discard() they accumulate the window again."""
         layout = GradientLayout.transformer(2, 8, 4, 12, 16)
         spans, begun, never = [span.key for span in layout.spans], [], threading.Event()
 
@@ -285,7 +293,7 @@ class TestFaults:
             if exchange.rank == 1:  # contributes two spans, then its network is gone
                 engine.accumulator.close()
                 engine._reducer.start(span for span in layout.spans if span.key in spans[:2])
-                while not (len(begun) == 3 and all(map(may_hold_sums, begun))):
+                while not (len(begun) == 3 and all(map(holds_sums, begun))):
                     assert not never.wait(0.001)
                 exchange.close()
                 return engine
@@ -293,15 +301,21 @@ class TestFaults:
                 engine.step()
             return engine
 
+        second = local_group(3, **OPTIONS)
+
         def again(exchange):
             engine = engines[exchange.rank]
-            assert may_hold_sums(engine)
-            engine.reconnect(exchange)
-            return bits_of(engine.step())
+            assert holds_sums(engine)
+            with pytest.raises(HandshakeRefused, match=r"the window of step 0 is lost: rank 0 holds sums.*discard\(\)"):
+                engine.reconnect(exchange)
+            engine.discard()
+            engine.reconnect(second[exchange.rank])
+            engine.add(gradients_of(exchange.rank, layout), weight=1.0 + exchange.rank)
+            return engine.current_step, bits_of(engine.step())
 
         engines = on_ranks(broken, 3, bucket_bytes=64)
         assert all(isinstance(engine, GradientEngine) for engine in engines), engines
-        assert on_ranks(again, 3, bucket_bytes=64) == on_ranks(lambda e: bits_of(begin(e).step()), 3)
+        assert on_ranks(again, 3, bucket_bytes=64) == on_ranks(lambda e: (0, bits_of(begin(e).step())), 3)
 
     @pytest.mark.parametrize("transport", [on_ranks, on_tcp])
     def test_a_window_discarded_before_it_travels_leaves_the_group_whole(self, transport):

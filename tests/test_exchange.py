@@ -89,7 +89,7 @@ def test_steps_in_any_order_are_summed_in_rank_order_bit_for_bit(transport, worl
             found.append([(each.rank, each.index, str(each.value)) for each in bad])
             following = steps[min(step + 1, len(steps) - 1)][0]
             worker.next_step(following[rank])
-        assert worker.progress.step == len(steps)
+        assert worker.step == len(steps)
         leave_together(worker)
         return found
 
@@ -115,12 +115,12 @@ def test_nobody_leaves_a_barrier_before_all_have_come_also_without_any_element(t
 
 @every_transport
 def test_largest_gather_and_one_byte_more(transport):
-    most = bytes(16 << 20)
+    most = bytes(1 << 20)
     with group(transport, 2) as exchanges:
         workers = bound(exchanges, SMALL, contributions(SMALL, 2))
         for found in outcomes(lambda worker: worker.exchange.all_gather(most + b"x"), workers):
             assert isinstance(found, CallerError)
-            assert str(1 + (16 << 20)) in str(found)
+            assert str(1 + (1 << 20)) in str(found)
         assert on_all(lambda worker: worker.exchange.all_gather(most) == [most, most], workers) == [True, True]
 
 
@@ -144,7 +144,7 @@ def test_calls_out_of_turn_are_refused_and_change_nothing(transport):
             with pytest.raises(WindowError, match="rank 1 waits for sums and has started nothing"):
                 exchanges[1].wait()
             exchanges[1].start()
-            assert workers[1].progress.carrier is None, "nothing begins no step"
+            assert not exchanges[1].started, "nothing begins no step"
             exchanges[1].start(SMALL.spans[-1])
             with pytest.raises(WindowError, match="has been started already"):
                 exchanges[1].start(SMALL.spans[-1])
@@ -210,10 +210,34 @@ def test_what_differs_is_shown_on_every_rank(transport, what, words):
             Worker(exchange, layout, contributions(layout, 1)[0])
             for exchange, layout in zip(exchanges, OTHERS[what], strict=True)
         ]
-        workers[1].progress.step = 7 if what == "steps" else 0
+        workers[1].step = 7 if what == "steps" else 0
         for error in outcomes(Worker.bind, workers):
             assert isinstance(error, HandshakeRefused)
             assert [word for word in words if word not in str(error)] == []
+
+
+def long_table(last):
+    """A layout whose table is longer than what is sent."""
+    return GradientLayout.of({name * (1 << 19): (1,) for name in ("a", "b", last)})
+
+
+@of_both_kinds
+@pytest.mark.parametrize("last", ["c", "d"])
+def test_a_table_that_is_too_long_is_not_sent(transport, last):
+    """Ranks need none while their layouts are equal, a server does."""
+    with group(transport, 2) as exchanges:
+        layouts = zip(exchanges, (long_table("c"), long_table(last)), strict=True)
+        found = outcomes(Worker.bind, [Worker(each, layout, contributions(layout, 1)[0]) for each, layout in layouts])
+    if transport is Transport.SERVER:
+        assert isinstance(found[0], HandshakeRefused)
+        assert f"too long for a server: got {len(long_table('c').table())} bytes, expected at most" in str(found[0])
+    elif last == "c":
+        assert found == [None, None]
+    else:
+        for error in found:
+            assert isinstance(error, HandshakeRefused)
+            assert "layouts differ" in str(error)
+            assert "too many rows to show" in str(error)
 
 
 # ---- connect() ----

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, ProtocolError
 from gradengine.exchange.gather import _HEAD_TAG, _REST_TAG, _ROOM, Gather, is_of_gather
-from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.links.link import Completed, Completion, Send
 from gradengine.exchange.shares import MOST_SHARES
-from gradengine.exchange.transfers import Send
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 
 

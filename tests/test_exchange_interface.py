@@ -1,4 +1,4 @@
-"""What all transports share: how far a step is, sizes, times and arenas."""
+"""What all transports share: sizes, times and arenas."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 from transports import SMALL
 
+from gradengine.arguments import checked_seconds
 from gradengine.errors import CallerError
 from gradengine.exchange import local_group
-from gradengine.exchange.interface import NonFiniteValue, checked_seconds, refuse_bad_arena
-from gradengine.exchange.linked import Progress
-
-
-def test_next_step_forgets_the_last():
-    progress = Progress(step=3, bad=[NonFiniteValue(0, 0, np.inf)], squares=np.ones(3))
-    progress.next_step()
-    assert progress == Progress(step=4)
+from gradengine.exchange.ordered_all_reduce import refuse_bad_arena
 
 
 def test_sizes_are_integers_of_any_kind_and_times_are_numbers():

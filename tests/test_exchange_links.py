@@ -19,6 +19,7 @@ from test_arrays_shared import descriptors
 from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, shared, tcp_pair, until
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
+from gradengine.exchange import wire
 from gradengine.exchange.links import sockets, threads
 from gradengine.exchange.links.link import Completed, Idle
 from gradengine.exchange.links.sockets import SocketLink
@@ -362,11 +363,11 @@ def stranger(request):
 
 
 def head(tag, size, check=0):
-    return sockets.head(tag, check, size)
+    return wire.head(tag, check, size)
 
 
 def message(tag, payload):
-    return head(tag, len(payload), sockets.checksum(tag, np.frombuffer(payload, np.uint8))) + payload
+    return head(tag, len(payload), wire.checksum(tag, np.frombuffer(payload, np.uint8))) + payload
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_what_goes_over_a_socket_is_msgpack(stranger):
     link.close()
     read = msgpack.Unpacker()
     read.feed(b"".join(iter(lambda: theirs.recv(1 << 16), b"")))
-    sent = [[tag, sockets.checksum(tag, part), part.tobytes()] for tag, part in ((7, source), (8, source[:0]))]
+    sent = [[tag, wire.checksum(tag, part), part.tobytes()] for tag, part in ((7, source), (8, source[:0]))]
     assert [*read] == [*sent, [1 << 21, 0, b""]]
 
 
@@ -506,7 +507,7 @@ def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stran
     theirs.settimeout(60)
     link.close()
     came += b"".join(iter(lambda: theirs.recv(1 << 20), b""))
-    assert came[:20] == head(7, 128_000_000, sockets.checksum(7, np.zeros(16_000_000)))
+    assert came[:20] == head(7, 128_000_000, wire.checksum(7, np.zeros(16_000_000)))
     assert came[-20:] != head(1 << 21, 0)
 
 

@@ -31,12 +31,12 @@ from transports import (
 from gradengine.arrays import shared as shared_module
 from gradengine.arrays.shared import place_of, shared_array
 from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, PeerLost, ProtocolError
-from gradengine.exchange.frontiers import State
-from gradengine.exchange.linked import Exchange
-from gradengine.exchange.links import shared_memory, sockets
+from gradengine.exchange import wire
+from gradengine.exchange.exchange import Exchange
+from gradengine.exchange.links import shared_memory
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, State
 from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
 
@@ -46,8 +46,8 @@ LENT, RELEASED, FAREWELL = 1 << 22, 1 << 23, 1 << 21  # as they are on the wire
 
 
 def message(tag, payload=b""):
-    check = sockets.checksum(tag, np.frombuffer(payload, np.uint8))
-    return sockets.head(tag, check, len(payload)) + payload
+    check = wire.checksum(tag, np.frombuffer(payload, np.uint8))
+    return wire.head(tag, check, len(payload)) + payload
 
 
 def lent(tag, start, size):
@@ -223,7 +223,7 @@ def test_what_was_damaged_may_be_sent_again_with_the_same_tag(stranger, way):
         show(theirs, memory, lent(7, 0, 16)[:-1] + b"\1")
     else:
         link.send(1, 7, memory)
-        theirs.send(sockets.head(RELEASED | 7, 0, 0))
+        theirs.send(wire.head(RELEASED | 7, 0, 0))
     assert until(1, link) == [[(DAMAGED, 1, 7)]]
     link.receive(1, 7, sink)
     theirs.send(message(7, sink.tobytes()))

@@ -94,7 +94,7 @@ def failed_and_replaced(link, folder, fail, clock=None):
     workers = [Worker(None, LARGE, shared(part) if link == "shared_memory" else part) for part in parts[:2]]
 
     def fail_in_the_middle():
-        until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))
+        until(lambda: all(worker.exchange.holds_sums for worker in workers))
         fail(running)
 
     with with_a_process(link, folder, len(LARGE.spans) - 1) as (exchanges, running):
@@ -106,11 +106,11 @@ def failed_and_replaced(link, folder, fail, clock=None):
         found = outcomes(Worker.sum, workers)
         stopper.join(SOON)
     for worker, part in zip(workers, parts, strict=False):
-        worker.progress.restart()
-        worker.arena[:] = part
+        worker.begin(part, 0)
     with with_a_process(link, folder, len(LARGE.spans)) as (exchanges, running):
         on_all(lambda rank: workers[rank].bind(exchanges[rank]), range(2))
-        on_all(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
+        on_all(Worker.sum, workers)
+        on_all(lambda worker: worker.exchange.barrier(), workers)
         whole = rank_order_sum(parts)
         assert all(worker.arena.tobytes() == whole.tobytes() for worker in workers)
         for line in ("started", hashlib.sha256(whole).hexdigest()):

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from test_exchange_ordered_all_reduce import random_parts
 from transports import SOCKET_LINKS, Failing, SlowArena, on_all, outcomes, rank_order_sum, shared
 
-from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, PeerLost, ProtocolError, WindowError
 from gradengine.exchange.gather import _HEAD_TAG, Gather
-from gradengine.exchange.links.link import Completed, Completion, Link
+from gradengine.exchange.links.link import Completed, Completion, Link, Send
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
-from gradengine.exchange.transfers import Send
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.layout import GradientLayout
 
@@ -48,10 +47,12 @@ class Rank:
         arena = self.on_device or self.arena
         self.all_reduce = OrderedAllReduce(rank, len(parts), layout, shares, arena, KERNELS, **options)
 
-    def start(self, pump, span):
-        if self.on_device:
-            self.on_device.note(span.key)
-        pump.start(span)
+    def start(self, pump, *spans, in_background=True):
+        with pump.lock:
+            self.all_reduce.start(*spans)
+            for span in spans if self.on_device else ():
+                self.on_device.note(span.key)
+            pump.wake(in_background=in_background)
 
 
 def ranks_of(parts, layout, bucket_bytes=200, owner=None, **options):
@@ -95,7 +96,8 @@ def test_several_steps_end_with_the_sums_in_rank_order(
             pump.wait(SOON)
             found.append((rank.arena.copy(), rank.all_reduce.squares))
             assert pump.gather(bytes([number]), SOON) == [bytes([number])] * world_size
-            pump.next_step()
+            with pump.lock:
+                rank.all_reduce.next_step()
         pump.close()
         return found
 
@@ -128,10 +130,10 @@ def test_a_part_that_is_read_in_place_stays_until_it_has_been_read(closes, monke
     monkeypatch.setattr(OrderedAllReduce, "_sum", slow)
     closers = [threading.Thread(target=close, args=(rank,)) for rank in range(2)]
     pumps = [running(link, rank.all_reduce) for link, rank in zip(links, ranks, strict=True)]
-    for pump in pumps:
+    for rank, pump in zip(ranks, pumps, strict=True):
         for span in SMALL.spans:
             with contextlib.suppress(PeerLost):  # which the other's closing is
-                pump.start(span)
+                rank.start(pump, span)
     for closer in closers:
         while closer.ident is None:
             pass
@@ -145,7 +147,8 @@ def clock_of(rank, stall):
     now = [0.0]
 
     def clock():
-        now[0] += 61.0 if stall is not None and rank.all_reduce.awaited in stall else 0.0
+        awaited = rank.all_reduce.awaited
+        now[0] += 61.0 if stall is not None and (awaited and awaited[:2]) in stall else 0.0
         return now[0]
 
     return clock
@@ -168,9 +171,9 @@ def on_pumps(ranks, work, stalls=None, leaves=()):
     return outcomes(run, ranks)
 
 
-def start(pump, count=None):
+def start(rank, pump, count=None):
     for span in SMALL.spans[:count]:
-        pump.start(span)
+        rank.start(pump, span)
 
 
 GOT = " in step 0: got nothing for 60 s"
@@ -198,7 +201,7 @@ LATE = {  # how many spans each rank starts, the owner of all, what each rank wa
 def test_who_is_late_is_named_with_what_is_missing(who, reads_in_place):
     counts, owner, stalls, says = LATE[who]
     ranks = ranks_of(random_parts(SMALL, len(counts), [1]), SMALL, owner=owner, reads_in_place=reads_in_place)
-    faults = on_pumps(ranks, lambda rank, pump: start(pump, counts[rank.rank]) or pump.wait(60.0), stalls)
+    faults = on_pumps(ranks, lambda rank, pump: start(rank, pump, counts[rank.rank]) or pump.wait(60.0), stalls)
     assert {*map(type, faults)} == {DeadlineExceeded}
     assert [str(fault).partition("; ")[0] for fault in faults][: len(says)] == says
 
@@ -209,7 +212,7 @@ def test_who_is_late_is_named_also_by_ranks_that_lose_one_that_has_given_up(read
 
     def work(rank, pump):
         if rank.rank < 2:
-            start(pump)
+            start(rank, pump)
             pump.wait(60.0)
 
     first, second, _ = on_pumps(ranks, work, [(2, "the part of share 0")] * 3, leaves=[0])
@@ -226,7 +229,7 @@ def test_a_late_rank_may_still_come(reads_in_place):
     def work(rank, pump):
         if rank.rank == 1:
             is_late.wait(SOON)
-        start(pump)
+        start(rank, pump)
         if rank.rank == 0:
             with pytest.raises(DeadlineExceeded):
                 pump.wait(60.0)
@@ -243,7 +246,7 @@ def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, m
     monkeypatch.setattr(Link, "lose_vanished", lambda _: asked.append(len(caplog.records)))
     (rank, _), looks, asked = ranks_of(random_parts(SMALL, 2, [1]), SMALL), itertools.count(), []
     pump = running(thread_links(2)[0], rank.all_reduce, clock=lambda: 0.5 * next(looks))
-    pump.start(*SMALL.spans, in_background=False)
+    rank.start(pump, *SMALL.spans, in_background=False)
     for wait in (pump.wait, partial(pump.gather, b"")):
         with pytest.raises(DeadlineExceeded):
             wait(60.0)
@@ -255,20 +258,18 @@ def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, m
 
 def test_a_group_that_stood_still_as_a_whole_goes_on():
     parts, paused = random_parts(SMALL, 2, [1]), threading.Event()
-    ranks, links, pumps = ranks_of(parts, SMALL), thread_links(2), []
+    ranks, links = ranks_of(parts, SMALL), thread_links(2)
 
     def clock():
-        if pumps and not pumps[0]._spans and ranks[0].all_reduce.awaited == (1, "the part of share 0"):
+        if not any(ranks[0].all_reduce._waiting) and ranks[0].all_reduce.awaited == (1, "the part of share 0", True):
             paused.set()
         return 1e6 * paused.is_set()
 
     def work(rank):
         if rank.rank == 1:
             paused.wait(SOON)
-        pump = running(links[rank.rank], rank.all_reduce, clock=clock)
-        pumps.append(pump)
-        with contextlib.closing(pump):
-            pump.start(*SMALL.spans, in_background=False)
+        with contextlib.closing(running(links[rank.rank], rank.all_reduce, clock=clock)) as pump:
+            rank.start(pump, *SMALL.spans, in_background=False)
             pump.wait(60.0)
 
     assert outcomes(work, ranks) == [None] * 2
@@ -279,7 +280,7 @@ def test_what_has_come_is_read_before_the_clock_counts():
 
     def clock():
         looks.append(61.0)
-        if len(looks) == 4:  # the first look that finds it too late
+        if len(looks) == 5:  # the first look that finds it too late
             for transfer in Gather(1, 2, b"theirs").transfers():
                 (other.send if isinstance(transfer, Send) else other.receive)(*transfer)
             other.poll()
@@ -292,7 +293,7 @@ def test_without_room_for_a_thread_the_caller_moves_all_while_it_waits(monkeypat
     parts = random_parts(SMALL, 2, [1])
     ranks = ranks_of(parts, SMALL)
     monkeypatch.setattr("_thread.start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no new thread")))
-    assert on_pumps(ranks, lambda _, pump: start(pump) or pump.wait(SOON)) == [None] * 2
+    assert on_pumps(ranks, lambda rank, pump: start(rank, pump) or pump.wait(SOON)) == [None] * 2
     for rank in ranks:
         draw.assert_same_values(rank.arena, rank_order_sum(parts))
 
@@ -303,11 +304,9 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
 
     def work(rank, pump):
         try:
-            start(pump)
+            start(rank, pump)
             pump.wait(SOON)
         except ExchangeError:
-            with pytest.raises(WindowError, match="started already"):
-                pump.start(SMALL.spans[0])
             pump.wait(SOON)
 
     first, second = on_pumps(ranks, work, leaves=[0])
@@ -318,45 +317,22 @@ def test_what_fails_on_the_pumps_thread_is_raised_where_one_waits_and_the_others
 
 
 def test_calls_that_do_not_fit_change_nothing():
-    parts = random_parts(SMALL, 1, [1])
-    (rank,) = ranks_of(parts, SMALL)
-    pump = running(*thread_links(1), rank.all_reduce)
-    pump.start(SMALL.spans[0])
-    with pytest.raises(WindowError, match="has been started already"):
-        pump.start(SMALL.spans[0])
-    with pytest.raises(WindowError, match="step 0 is not summed"):
-        pump.next_step()
-    with pytest.raises(CallerError, match="timeout"):
-        pump.wait(0)
-    with pytest.raises(CallerError):
-        pump.start("layers.0.w")
-    pump.start(*SMALL.spans[1:])
-    pump.wait(SOON)
-    pump.next_step()
-    pump.start(SMALL.spans[0])
-    pump.close()
-    pump.close()
-    with pytest.raises(PeerLost, match="rank 0 has closed its pump"):
-        pump.start(SMALL.spans[1])
-    with pytest.raises(PeerLost, match="rank 0 has closed its pump"):
-        pump.wait(SOON)
-
-
-def test_a_span_that_the_pump_did_not_come_to_may_be_started_again():
     (rank,) = ranks_of(random_parts(SMALL, 1, [1]), SMALL)
-    (link,) = thread_links(1)
-    link.close()
-    pump = running(link, rank.all_reduce)
-    with contextlib.suppress(PeerLost):  # if the thread has failed already
-        pump.start(SMALL.spans[0])
-    with pytest.raises(PeerLost):
-        pump.wait(SOON)
+    pump = running(*thread_links(1), rank.all_reduce)
+    rank.start(pump, SMALL.spans[0])
+    with pytest.raises(WindowError, match="has been started already"):
+        rank.start(pump, SMALL.spans[1], SMALL.spans[0])
+    rank.start(pump, *SMALL.spans[1:])
+    pump.wait(SOON)
     pump.close()
-    assert not rank.all_reduce.is_started(SMALL.spans[0])
+    pump.close()
+    for call in (lambda: pump.wake(in_background=True), lambda: pump.gather(b"", SOON)):
+        with pytest.raises(PeerLost, match="rank 0 has closed its pump"):
+            call()
 
 
 def test_a_sum_that_is_being_copied_when_the_pump_closes_is_a_sum():
-    """The arena may hold half of it: to begin anew would count it as this rank's part."""
+    """The arena may hold half of it: to step again would count it as this rank's part."""
     parts = random_parts(SMALL, 1, [1])
     (rank,) = ranks_of(parts, SMALL, 1 << 20, on_devices=[0])
     rank.on_device.polls = 1 << 60
@@ -372,15 +348,15 @@ def test_a_sum_that_is_being_copied_when_the_pump_closes_is_a_sum():
     for copy in rank.on_device.begun:
         copy[0] = 1
     until(is_to_arena=True)
-    assert not rank.all_reduce.may_hold_sums
+    assert not rank.all_reduce.holds_sums
     pump.close()
     assert rank.on_device.begun == []
-    assert rank.all_reduce.may_hold_sums
+    assert rank.all_reduce.holds_sums
     assert rank.all_reduce.is_done
 
 
 def test_a_sum_whose_copy_ends_beside_a_damaged_message_is_a_sum():
-    """The arena holds it: to begin anew would count it as this rank's part."""
+    """The arena holds it: to step again would count it as this rank's part."""
     parts = random_parts(SMALL, 1, [1])
     (rank,) = ranks_of(parts, SMALL, 1 << 20, on_devices=[0])
 
@@ -393,9 +369,7 @@ def test_a_sum_whose_copy_ends_beside_a_damaged_message_is_a_sum():
             return over
 
     pump = running(Damaging(*thread_links(1)), rank.all_reduce, rank.on_device)
-    for span in SMALL.spans:
-        rank.on_device.note(span.key)
-    pump.start(*SMALL.spans, in_background=False)
+    rank.start(pump, *SMALL.spans, in_background=False)
     with contextlib.suppress(ProtocolError):  # not if all sums are there
         pump.wait(SOON)
     assert rank.on_device.begun == []

@@ -28,13 +28,13 @@ from transports import (
 )
 
 from gradengine.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange.comparison import Hello, packed
-from gradengine.exchange.hub import Hub
-from gradengine.exchange.linked import Exchange
-from gradengine.exchange.links.sockets import head
+from gradengine.exchange.exchange import Exchange
+from gradengine.exchange.hello import Hello, packed_hello
 from gradengine.exchange.listener import Listener
 from gradengine.exchange.mesh import Meeting, link_to_ranks
 from gradengine.exchange.pump import Pump
+from gradengine.exchange.server import Hub
+from gradengine.exchange.wire import head
 from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
 
@@ -123,7 +123,7 @@ def test_any_layout_is_summed_in_rank_order_whatever_the_order_of_arrival(layout
         for span in orders[worker.exchange.rank]:
             worker.exchange.start(span)
         has_gone[worker.exchange.rank].set()
-        assert not layout.spans or worker.exchange.wait() == ()
+        assert not layout.spans or worker.exchange.wait().bad == []
 
     with working(layout, world_size, arenas, bucket_bytes=bucket_bytes) as (server, workers):
         on_all(work, workers)
@@ -228,7 +228,7 @@ def test_what_differs_or_is_too_large_is_refused_to_all_and_ends_the_group(layou
             Worker(exchange, each, contributions(each, 1)[0])
             for exchange, each in zip(server.exchanges(), (SMALL, layout), strict=True)
         ]
-        workers[1].progress.step = step
+        workers[1].step = step
         found = outcomes(Worker.bind, workers)
         assert all(isinstance(error, HandshakeRefused) and says in str(error) for error in found), found
         assert isinstance(server.end(), PeerLost) if options else says in str(server.end())
@@ -239,7 +239,7 @@ def test_what_differs_or_is_too_large_is_refused_to_all_and_ends_the_group(layou
 @pytest.mark.parametrize(
     ("hello", "table", "says"),
     [
-        (msgpack.packb([1, 7]), b"", "rank 0 speaks another version: got 1, expected 3"),
+        (msgpack.packb([1, 7]), b"", "rank 0 speaks another version: got 1, expected 4"),
         (SMALL, b"", "rank 0: "),
         (SMALL, b"\xc1", "rank 0: "),
         (SMALL, msgpack.packb([[["w", [1 << 62] * 65, None]], ["w"]]), "rank 0: "),
@@ -250,7 +250,7 @@ def test_what_differs_or_is_too_large_is_refused_to_all_and_ends_the_group(layou
 def test_what_a_server_cannot_read_or_take_ends_the_group(hello, table, says):
     with Served(1, most_bytes=SMALL.nbytes - 4) as server:
         pump = Pump(server.meeting(0).link(SOON))
-        for told in (packed(Hello(layout=hello.fingerprint)) if hello is SMALL else hello, table):
+        for told in (packed_hello(Hello(layout=hello.fingerprint)) if hello is SMALL else hello, table):
             with contextlib.suppress(PeerLost):  # it may have left already
                 pump.gather(told, SOON)
         assert says in str(server.end())
@@ -278,8 +278,8 @@ def waits_for(server, late):
     for _ in range(int(SOON * 100)):
         with contextlib.suppress(RuntimeError):  # the server goes on at this moment
             all_reduce = hub._all_reduce
-            awaited = all_reduce.awaited if all_reduce is not None and hub._is_summing else None
-            if (awaited or (hub._is_gathering and (hub._gather.awaited, "a gather"))) == late:
+            awaited = all_reduce.awaited if all_reduce is not None and hub._is_in_step else None
+            if ((awaited and awaited[:2]) or (hub._is_gathering and (hub._gather.awaited, "a gather"))) == late:
                 return
         threading.Event().wait(0.01)
     raise AssertionError(f"never waits for {late}, but for {awaited}")
@@ -290,8 +290,7 @@ def test_a_rank_that_starts_nothing_is_named_to_all():
     with working(clock=clock, timeout=60.0) as (server, workers):
         clock.now = 1e6  # nobody waits: no rank has begun
         for worker in (workers[0], workers[2]):
-            for span in SMALL.spans:
-                worker.exchange.start(span)
+            worker.exchange.start(*SMALL.spans)
         waits_for(server, (1, "the part of share 0"))
         clock.step = 86400.0
         found = outcomes(lambda worker: worker.exchange.wait(), [workers[0], workers[2]])
@@ -308,7 +307,7 @@ def test_a_rank_that_starts_nothing_is_named_to_all():
 
 
 def test_a_rank_that_is_late_for_a_gather_is_named_to_all(caplog, monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.hub._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("gradengine.exchange.server._LOOK_SECONDS", 0.0)
     clock = Clock()
     with working(clock=clock, timeout=60.0) as (server, workers):
         threads = [threading.Thread(target=outcomes, args=(lambda w: w.exchange.barrier(), workers[:2]))]
@@ -359,14 +358,18 @@ def test_a_rank_that_sends_what_it_should_not_is_named_to_all(data, says):
 # ---- lost, and joined again ----
 
 
+def joined_again(worker, exchange):
+    worker.bind(exchange)
+    worker.sum()
+    leave_together(worker)
+
+
 def again(workers, **options):
     with Served(len(workers), **options) as server:
-        for worker, exchange in zip(workers, server.exchanges(), strict=True):
-            worker.exchange = exchange
-        return outcomes(lambda worker: worker.bind() or worker.sum() or leave_together(worker), workers)
+        return outcomes(lambda pair: joined_again(*pair), [*zip(workers, server.exchanges(), strict=True)])
 
 
-def test_a_step_of_which_nothing_was_summed_begins_anew():
+def test_a_step_of_which_nothing_was_summed_is_made_again():
     data = contributions(SMALL, WORLD)
     with working(data=data) as (server, workers):
         workers[0].exchange.start(SMALL.spans[0])
@@ -378,23 +381,25 @@ def test_a_step_of_which_nothing_was_summed_begins_anew():
     assert [worker.arena.tobytes() for worker in workers] == [rank_order_sum(data).tobytes()] * WORLD
 
 
-def test_a_step_with_sums_is_refused_with_what_to_do():
-    with working() as (server, workers):
+def test_a_step_with_sums_is_refused_to_all_until_they_discard():
+    data = contributions(SMALL, WORLD)
+    with working(data=data) as (server, workers):
         for worker in workers:
             worker.exchange.start(SMALL.spans[0])
         for worker in workers[:2]:
-            for span in SMALL.spans[1:]:
-                worker.exchange.start(span)
+            worker.exchange.start(*SMALL.spans[1:])
         later = next(share for share in workers[0].exchange._all_reduce._shares if share.spans > 1)
         waits_for(server, (2, f"the part of share {later.number}"))
         workers[2].exchange.close()
         outcomes(lambda worker: worker.exchange.wait(), workers[:2])
     for error in again(workers):
         assert isinstance(error, HandshakeRefused)
-        assert "rank 0 has sums of step 0 that the server lost; the local contributions are gone: discard()" in str(
-            error
-        )
-        assert "discard() the window on every rank and accumulate it again" in str(error)
+        assert "the window of step 0 is lost: rank 0 holds sums of it" in str(error)
+        assert "discard() the window on every rank" in str(error)
+    for worker, part in zip(workers, data, strict=True):
+        worker.begin(part, 0)
+    assert again(workers) == [None] * WORLD
+    assert [worker.arena.tobytes() for worker in workers] == [rank_order_sum(data).tobytes()] * WORLD
 
 
 def test_an_exchange_that_is_closed_twice_leaves_the_next_one_alone():
@@ -402,5 +407,6 @@ def test_an_exchange_that_is_closed_twice_leaves_the_next_one_alone():
         first = workers[0].exchange
         workers[0].exchange.start(SMALL.spans[0])
         first.close()
-    assert again(workers) in ([None], [None])
+        workers[0].begin(workers[0].arena.copy(), 0)
+    assert again(workers) == [None]
     first.close()

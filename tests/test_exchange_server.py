@@ -25,7 +25,8 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, ExchangeError, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect, hub
+from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import server as hub
 from gradengine.exchange import server as server_module
 
 pytestmark = pytest.mark.timeout(150)
@@ -120,16 +121,13 @@ def test_a_lost_group_comes_again_and_its_failure_is_told():
         for span in SMALL.spans:
             workers[0].exchange.start(span)
         workers[1].exchange.close()
-        workers[1].exchange = WorkerClient(server.address, 1, 2, join_timeout=SOON)
-        joining = threading.Thread(target=workers[1].bind)
+        joining = threading.Thread(target=workers[1].bind, args=[WorkerClient(server.address, 1, 2, join_timeout=SOON)])
         joining.start()
         with pytest.raises(PeerLost, match="rank 1 is gone or late"):
             workers[0].exchange.wait()
         with pytest.raises(PeerLost, match="rank 1 is gone: it has closed its link"):
             server.serve()
-        workers[0].exchange = WorkerClient(server.address, 0, 2, join_timeout=SOON)
-        workers[0].progress.restart()
-        workers[0].bind()
+        workers[0].bind(WorkerClient(server.address, 0, 2, join_timeout=SOON))
         joining.join(SOON)
         on_all(Worker.sum, workers)
         on_all(leave_together, workers)
@@ -244,7 +242,7 @@ def test_a_server_that_cannot_start_its_thread_gives_its_address_back(tmp_path, 
 
 def test_silent_server_is_found_by_the_worker_itself(monkeypatch):
     """One that is stopped, say: nobody else can name anybody."""
-    monkeypatch.setattr("gradengine.exchange.linked._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("gradengine.exchange.exchange._GRACE_SECONDS", 0.1)
     is_stopped, go_on, turn = threading.Event(), threading.Event(), hub.Hub._turn
 
     def stopping(serving):

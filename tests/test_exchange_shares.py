@@ -1,8 +1,11 @@
 """How a layout is cut: every chunk once, in backward order, evenly, and the same chunks whatever the cut."""
 
 import itertools
+import math
+import re
 from collections import Counter
 
+import msgpack
 import pytest
 import strategies as draw
 from hypothesis import example, given
@@ -131,15 +134,88 @@ def test_more_shares_than_there_are_tags_are_refused(monkeypatch):
 def test_all_ranks_send_in_one_order_whatever_the_order_of_spans(data, layout, bucket_bytes):
     cut = shares_of(layout, 2, bucket_bytes)
     ready, sent, complete = ReadyShares(layout, cut), [], set()
-    assert ready.is_untouched
+    assert not ready.started
     for span in data.draw(st.permutations(layout.spans)):
         sent += ready.complete(span)
         complete.add(span.key)
         leading = [*itertools.takewhile(lambda span: span.key in complete, layout.spans)]
         assert sent == [share for share in cut if share.spans <= len(leading)]
-        assert (ready.count, ready.is_untouched) == (len(sent), False)
+        assert (ready.count, len(ready.started)) == (len(sent), len(complete))
     assert sent == [*cut]
     with pytest.raises(WindowError, match="started already"):
-        ready.complete(layout.spans[0])
+        ready.refuse_started(layout.spans[:1])
     ready.restart()
-    assert (ready.count, ready.is_untouched) == (0, True)
+    assert (ready.count, ready.started) == (0, set())
+
+
+# ---- the page ----
+
+
+def spans_by_the_page(rows):
+    """Each span's chunks by its key, by docs/wire.md from the rows of a layout's table."""
+    stems, blocks, at, spans = {}, {}, 0, {}
+    for name, _, block, *_ in rows:
+        if block is not None:
+            number = re.search("[0-9]+$", re.split("[._]", block)[-1])[0]
+            stem = stems.setdefault(block.removesuffix(number), len(stems))
+            blocks.setdefault((stem, int(number)), []).append(name)
+    members = {place: blocks[key] for place, key in enumerate(sorted(blocks))}
+    members |= {name: [name] for name, _, block, *_ in rows if block is None}
+    sizes = {name: math.prod(shape) for name, shape, *_ in rows}
+    for key, names in members.items():
+        spans[key] = []
+        for name in names:
+            stop = at + sizes[name]
+            spans[key] += [(start, min(start + 262144, stop)) for start in range(at, stop, 262144)]
+            at = -(-stop // 32) * 32
+    return spans
+
+
+def buckets_by_the_page(spans, most):
+    """The chunks of each bucket, of spans in backward order."""
+    cut = []
+    for chunks in spans:
+        if cut:
+            both = sorted(cut[-1] + chunks)
+            gap = max(chunks[0][0] - cut[-1][-1][1], cut[-1][0][0] - chunks[-1][1])
+            if gap < 32 and both[-1][1] - both[0][0] <= most:
+                cut[-1] = both
+                continue
+        cut.append([chunks[0]])
+        for chunk in chunks[1:]:
+            if chunk[1] - cut[-1][0][0] > most:
+                cut.append([])
+            cut[-1].append(chunk)
+    return cut
+
+
+def shares_by_the_page(chunks, world_size):
+    """The chunks of each share of a bucket, without a server."""
+    start, stop = chunks[0][0], chunks[-1][1]
+    count, cut = max(1, min(world_size, (stop - start) // 16384)), [[chunks[0]]]
+    for chunk in chunks[1:]:
+        first = cut[-1][0]
+        place, before = ((sum(each) - 2 * start) * count // (2 * (stop - start)) for each in (chunk, first))
+        if place > before and min(chunk[0] - first[0], stop - chunk[0]) >= 16384:
+            cut.append([])
+        cut[-1].append(chunk)
+    return cut
+
+
+@given(layouts, worlds, buckets, st.booleans())
+@example(TINY, 5, 1 << 23, False)
+@example(TRANSFORMER, 3, 1 << 22, False)
+@example(HUGE, 7, 1 << 23, True)
+def test_docs_wire_md_says_how_a_layout_is_cut(layout, world_size, bucket_bytes, is_served):
+    """Without any code of ours."""
+    rows, order = msgpack.unpackb(layout.table())
+    size = bucket_bytes if is_served else bucket_bytes * world_size
+    cut = buckets_by_the_page(filter(None, map(spans_by_the_page(rows).get, order)), size // 4)
+    told = [
+        (world_size if is_served else (b + k) % world_size, chunks)
+        for b, bucket in enumerate(cut)
+        for k, chunks in enumerate([bucket] if is_served else shares_by_the_page(bucket, world_size))
+    ]
+    found = shares_of(layout, world_size, size, owner=world_size if is_served else None)
+    assert told == [(share.owner, [chunk[:2] for chunk in share.chunks]) for share in found]
+    assert [(chunks[0][0], chunks[-1][1]) for _, chunks in told] == [(share.start, share.stop) for share in found]

@@ -19,7 +19,7 @@ from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
 from gradengine.exchange.addresses import connect_once
 from gradengine.exchange.environment import secret_in
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener, nameless
 from gradengine.exchange.tls import Certificates, certificates_of, warn_once
@@ -174,7 +174,7 @@ def pass_on(ends, messages):
     """Pass on so many messages each way, as whoever is between rank 1 and rank 0."""
     rank_1, rank_0 = (Channel(end, "an end") for end in ends)
     for sender, receiver in [(rank_1, rank_0), (rank_0, rank_1)] * messages:
-        receiver.send(*sender.receive())
+        receiver.send(sender.receive())
 
 
 def over_tcp(stack, front, back, relay):
@@ -189,8 +189,8 @@ def over_tcp(stack, front, back, relay):
 def over_sockets_beside(stack, front, back, relay):
     """The same by Unix sockets, whose names the relay says, and hears, over TCP."""
     rank_1, rank_0 = (Channel(end, "an end") for end in over_tcp(stack, front, back, relay))
-    rank_0.send(rank_1.expect(Hello)[0])
-    nonce, _ = rank_0.expect(Nonce)
+    rank_0.send(rank_1.expect(Hello))
+    nonce = rank_0.expect(Nonce)
     rank_1.send(Nonce(nonce.nonce, front.beside))
     front.nearby[0].setblocking(True)
     ends = front.nearby[0].accept()[0], connect_once(nameless(nonce.beside), SOON)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import socket
 import struct
+import tracemalloc
+from typing import get_args
 
 import msgpack
 import pytest
+from channel import claim, framed, tag_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradengine.errors import ProtocolError
-from gradengine.exchange import wire
+from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.exchange.line import Line
 from gradengine.exchange.wire import (
-    MAX_HEADER_BYTES,
-    PREFIX_BYTES,
+    HEAD_BYTES,
+    MAX_SMALL_PAYLOAD,
+    PROTOCOL_VERSION,
     Abort,
     Hello,
     Listening,
@@ -23,229 +28,286 @@ from gradengine.exchange.wire import (
     Nonce,
     Proof,
     Refused,
-    decode_header,
-    decode_prefix,
-    encode_head,
-    expect_payload,
+    announced,
+    checksum,
+    decoded,
+    encoded,
+    head,
+    head_of,
+    unpacked,
 )
 
 NONCE, PROOF = bytes(range(32)), bytes(range(100, 132))
-# One of each kind: the message, its payload's length, and the bytes before its payload.
-_KINDS = [
-    *((Hello(1, 4, "job", NONCE), 0), (Refused(), 2), (Abort("PeerLost"), 11), (Nonce(NONCE, "beside"), 0)),
-    *((Proof(PROOF), 0), (Listening("tcp://127.0.0.1:5000"), 0), (Members(NONCE[:16], "tcp"), 23)),
+KINDS = get_args(Message)
+_MESSAGES = [
+    *(Hello(1, 4, "job", NONCE), Nonce(NONCE, "beside"), Proof(PROOF), Listening("tcp://127.0.0.1:5000")),
+    *(Members(NONCE[:16], "tcp", ["unix:///a", "tcp://[::1]:5"]), Refused("no"), Abort("PeerLost", "rank 1 left")),
 ]
-_HEADS = """
-94a24745cc05ce0000005bcf000000000000000086a46b696e64a568656c6c6fa472616e6b01aa776f726c645f73697a6504a36a6f62a36a
-6f62a56e6f6e6365c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa77061796c6f6164c600000000
+_FRAMES = """
+93ce02000000cf0fc1268452121a1fc60000002d96a24745050104a36a6f62c420000102030405060708090a0b0c0d0e0f10111213141516
+1718191a1b1c1d1e1f
 
-94a24745cc05ce0000001bcf000000000000000282a46b696e64a772656675736564a77061796c6f6164c600000002
+93ce02000001cf569bd497138b02e2c60000002a92c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa6
+626573696465
 
-94a24745cc05ce00000028cf000000000000000b83a46b696e64a561626f7274a56572726f72a8506565724c6f7374a77061796c6f6164c6
-0000000b
+93ce02000002cf62c34b796f5a887bc60000002391c4206465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f80818283
 
-94a24745cc05ce0000004fcf000000000000000084a46b696e64a56e6f6e6365a56e6f6e6365c420000102030405060708090a0b0c0d0e0f
-101112131415161718191a1b1c1d1e1fa6626573696465a6626573696465a77061796c6f6164c600000000
+93ce02000003cf6a51941d24da8c0ec60000001691b47463703a2f2f3132372e302e302e313a35303030
 
-94a24745cc05ce00000041cf000000000000000083a46b696e64a570726f6f66a570726f6f66c4206465666768696a6b6c6d6e6f70717273
-7475767778797a7b7c7d7e7f80818283a77061796c6f6164c600000000
+93ce02000004cfa6442a76e31433dfc60000003093c410000102030405060708090a0b0c0d0e0fa374637092a9756e69783a2f2f2f61ad74
+63703a2f2f5b3a3a315d3a35
 
-94a24745cc05ce00000036cf000000000000000083a46b696e64a96c697374656e696e67a375726cb47463703a2f2f3132372e302e302e31
-3a35303030a77061796c6f6164c600000000
+93ce02000005cfbe96c30a9b8c20bcc60000000491a26e6f
 
-94a24745cc05ce0000003ccf000000000000001784a46b696e64a76d656d62657273a567726f7570c410000102030405060708090a0b0c0d
-0e0fa46c696e6ba3746370a77061796c6f6164c600000017
+93ce02000006cff1c0683f486a5384c60000001692a8506565724c6f7374ab72616e6b2031206c656674
 """
-LITERAL = [(*kind, text) for kind, text in zip(_KINDS, _HEADS.split("\n\n"), strict=True)]
-every_kind = pytest.mark.parametrize(
-    ("message", "payload_bytes", "head"),
-    [(message, size, bytes.fromhex(text)) for message, size, text in LITERAL],
-    ids=[message.kind for message, _, _ in LITERAL],
-)
+LITERAL = [(message, bytes.fromhex(text)) for message, text in zip(_MESSAGES, _FRAMES.split("\n\n"), strict=True)]
+every_kind = pytest.mark.parametrize(("message", "frame"), LITERAL, ids=[kind.__name__ for kind in KINDS])
 
 
-def decoded(head):
-    """What a reader makes of a head that arrived whole."""
-    header_bytes, payload_bytes = decode_prefix(head[:PREFIX_BYTES])
-    return decode_header(head[PREFIX_BYTES : PREFIX_BYTES + header_bytes], payload_bytes), payload_bytes
+def read(frame):
+    """What a reader makes of a frame that arrived whole."""
+    kind, check, size = announced(frame[:HEAD_BYTES], "a rank")
+    assert size == len(frame) - HEAD_BYTES
+    return decoded(kind, check, frame[HEAD_BYTES:])
 
 
-def header_of(fields, *, payload=b"\xc6\0\0\0\0"):
-    """A header with any entries; the last value is the head of an empty payload."""
-    packed = b"".join(msgpack.packb(key) + msgpack.packb(value) for key, value in fields)
-    return bytes([0x80 + len(fields) + 1]) + packed + msgpack.packb("payload") + payload
-
-
-ABORT = [("kind", "abort"), ("error", "PeerLost")]
-HELLO = [("kind", "hello"), ("rank", 1), ("world_size", 4), ("job", ""), ("nonce", NONCE)]
-
-
-def of_rank(rank):
-    """The fields of a hello."""
-    return [*HELLO[:1], ("rank", rank), *HELLO[2:]]
+def heard(data, kinds=KINDS):
+    """What a line that does not wait hears in bytes, of which no more follow."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = Line(ours, "a caller")
+        theirs.sendall(data)
+        return line.hear(kinds)
 
 
 # ---- what is right ----
 
 
 @every_kind
-def test_messages_are_these_bytes(message, payload_bytes, head):
-    assert encode_head(message, payload_bytes) == head
-    assert decoded(head) == (message, payload_bytes)
+def test_messages_are_these_bytes(message, frame):
+    assert encoded(message) == frame
+    for found in (read(frame), heard(frame)):
+        assert (type(found), found) == (type(message), message)
 
 
 def test_the_literal_messages_are_all_kinds():
-    kinds = {cls.kind for cls in Message.__subclasses__()}
-    assert [message.kind for message, _, _ in LITERAL] == list(dict.fromkeys(message.kind for message, _, _ in LITERAL))
-    assert {message.kind for message, _, _ in LITERAL} == kinds
+    assert [type(message) for message, _ in LITERAL] == [*KINDS]
 
 
 def test_stock_msgpack_reads_the_whole_stream():
-    sent, stream = [], msgpack.Unpacker()
-    for message, payload_bytes, _ in LITERAL:
-        payload = bytes(i % 251 for i in range(payload_bytes))
-        sent.append((message, payload))
-        stream.feed(encode_head(message, payload_bytes) + payload)
-    objects = list(stream)
-    assert len(objects) == 2 * len(sent)
-    for (message, payload), prefix, fields in zip(sent, objects[::2], objects[1::2], strict=True):
-        assert prefix[:2] == ["GE", 5]
-        assert prefix[3] == len(payload)
-        assert fields == {"kind": message.kind, **dataclasses.asdict(message), "payload": payload}
-        assert (next(iter(fields)), list(fields)[-1]) == ("kind", "payload")
+    stream = msgpack.Unpacker()
+    for _, frame in LITERAL:
+        stream.feed(frame)
+    for number, ((message, _), (tag, check, payload)) in enumerate(zip(LITERAL, stream, strict=True)):
+        assert (tag, check) == ((1 << 25) + number, checksum(tag, payload))
+        opening = ["GE", 5] if isinstance(message, Hello) else []
+        assert msgpack.unpackb(payload) == [*opening, *message]
 
 
-integers = st.integers(0, 2**63 - 1)
+integers, urls = st.integers(0, 2**64 - 1), st.lists(st.text(max_size=40), max_size=9)
 messages = st.one_of(
     st.builds(Hello, integers, integers, st.text(max_size=40), st.binary(max_size=64)),
+    st.builds(Nonce, st.binary(max_size=64), st.text(max_size=40)),
     st.builds(Proof, st.binary(max_size=64)),
     st.builds(Listening, st.text(max_size=40)),
-    st.builds(Members, st.binary(max_size=16), st.text(max_size=40)),
-    st.builds(Abort, st.text(max_size=40)),
+    st.builds(Members, st.binary(max_size=16), st.text(max_size=40), urls),
+    st.builds(Refused, st.text(max_size=40)),
+    st.builds(Abort, st.text(max_size=40), st.text(max_size=40)),
 )
 
 
-@given(messages, st.integers(0, 2**32 - 1))
-@example(Hello(2**63 - 1, 0, "", b""), 2**32 - 1)
-@example(Abort("x" * (MAX_HEADER_BYTES - 34)), 0)  # the longest
-def test_what_was_encoded_is_decoded(message, payload_bytes):
-    assert decoded(encode_head(message, payload_bytes)) == (message, payload_bytes)
+@given(messages)
+@example(Listening("x" * 4092))  # the longest
+@example(Refused("x" * (2**16 - 4)))
+@example(Members(b"", "", ["x" * 9] * 100_000))
+def test_what_was_encoded_is_decoded(message):
+    found = read(encoded(message))
+    assert (type(found), found) == (type(message), message)
+
+
+@given(integers.map(lambda number: number >> 32), integers, integers.map(lambda number: number >> 32))
+def test_a_head_is_read_as_it_was_written(tag, check, size):
+    data = head(tag, check, size)
+    assert head_of(data, "", range(tag, tag + 1)) == (tag, check, size)
+    for tags in (range(tag), range(tag + 1, 1 << 32)):
+        with pytest.raises(ProtocolError, match="an invalid head"):
+            head_of(data, "a rank sent", tags)
+
+
+def test_a_text_that_has_no_utf_8_is_sent_without_it():
+    assert read(encoded(Refused("a\ud800"))) == Refused("a?")
 
 
 # ---- what is hostile ----
 
 
 @every_kind
-def test_cut_off_at_every_byte(message, payload_bytes, head):
-    for size in range(len(head)):
-        with pytest.raises(ProtocolError):
-            decoded(head[:size])
+def test_cut_off_at_every_byte(message, frame):
+    for size in range(len(frame)):
+        with pytest.raises(BlockingIOError):
+            heard(frame[:size])
 
 
 @every_kind
-def test_every_flipped_byte_is_refused_or_another_message(message, payload_bytes, head):
-    for at in range(len(head)):
-        for value in {head[at] ^ (1 << bit) for bit in range(8)} | {0x00, 0xC1, 0xFF}:
-            if value == head[at]:
-                continue
-            flipped = head[:at] + bytes([value]) + head[at + 1 :]
-            try:
-                found, found_bytes = decoded(flipped + bytes(MAX_HEADER_BYTES))  # as if more had come
-            except ProtocolError:
-                continue
-            assert at >= PREFIX_BYTES, "no bit of the prefix is free"
-            assert found_bytes == payload_bytes
-            assert found != message
-            assert decoded(encode_head(found, found_bytes)) == (found, found_bytes)
+def test_every_flipped_byte_is_refused_or_makes_the_frame_longer(message, frame):
+    for at in range(len(frame)):
+        for value in {frame[at] ^ (1 << bit) for bit in range(8)} | {0x00, 0xC1, 0xFF} - {frame[at]}:
+            with pytest.raises((ProtocolError, BlockingIOError)):
+                heard(frame[:at] + bytes([value]) + frame[at + 1 :])
 
 
-GOOD = [0x94, 0xA2, b"GE", 0xCC, 5, 0xCE, 33, 0xCF, 0]
-BAD_PREFIXES = [(0, 0x93), (2, b"GX"), (4, 4), (4, 6), *((6, n) for n in (0, 5, MAX_HEADER_BYTES + 1, 2**32 - 1))]
-BAD_PREFIXES += [(8, size) for size in (2**32, 2**40, 2**64 - 1)]
+@every_kind
+def test_a_payload_beyond_its_kinds_limit_is_refused_by_its_head(message, frame):
+    most = {Refused: 1 << 16, Abort: 1 << 16, Members: 1 << 20}.get(type(message), 4096)
+    assert announced(claim(message, most), "a rank") == (type(message), 0, most)
+    for size in (most + 1, (1 << 32) - 1):
+        with pytest.raises(ProtocolError, match="too long"):
+            heard(claim(message, size))
 
 
-@pytest.mark.parametrize(("at", "value"), BAD_PREFIXES)
-def test_prefix_of_something_else_or_with_lengths_out_of_range(at, value):
-    fields = [*GOOD[:at], value, *GOOD[at + 1 :]]
-    assert decode_prefix(struct.pack(">BB2sBBBIBQ", *GOOD)) == (33, 0)
+@every_kind
+def test_a_kind_that_is_not_expected_is_refused_by_its_head(message, frame):
+    with pytest.raises(ProtocolError, match="another message"):
+        heard(frame[:HEAD_BYTES], [kind for kind in KINDS if kind is not type(message)])
+
+
+@pytest.mark.parametrize("tag", [0, (1 << 21) - 1, 1 << 24, (1 << 25) - 1, (1 << 25) + len(KINDS), (1 << 32) - 1])
+def test_a_tag_that_no_message_has(tag):
+    with pytest.raises(ProtocolError, match="an invalid head"):
+        heard(head(tag, checksum(tag, b"\x90"), 1) + b"\x90")
+
+
+HELLO = _MESSAGES[0]
+
+
+@pytest.mark.parametrize("version", range(1, 5))
+def test_a_hello_of_an_older_version_is_refused_by_its_version(version):
+    for length in (0xCC, 0xCE):
+        with pytest.raises(ProtocolError, match=f"another protocol version.*got {version}, expected 5"):
+            heard(b"\x94\xa2GE\xcc" + bytes([version, length]) + bytes(100))
+
+
+@pytest.mark.parametrize("more", [[], [1, 4], ["more", "fields", "of", {}], [0] * 30])
+def test_a_hello_of_a_later_version_is_refused_by_its_version(more):
+    with pytest.raises(ProtocolError, match=r"another protocol version.*got \['GE', 6\], expected \['GE', 5\]"):
+        heard(framed(HELLO, msgpack.packb(["GE", 6, *more])))
+
+
+BAD_HELLOS = [
+    *([], ["GE"], ["GX", 5, *HELLO], [5, "GE", *HELLO], ["GE", 5], ["GE", 5, *HELLO[:-1]], ["GE", 5, *HELLO, 0]),
+    *(["GE", 5, rank, *HELLO[1:]] for rank in ("7", 7.0, True, None, b"7", [], {}, [7], msgpack.Timestamp(1))),
+    *(["GE", 5, 1, 4, *more] for more in ((b"job", NONCE), ("job", "text"), (NONCE, "job"), (None, None))),
+    *([*HELLO], ["GE", "5", *HELLO], ["GE", 5.5, *HELLO]),
+    *({"rank": 1}, "GE", 5, None),
+]
+NO_PAYLOADS = [
+    *(b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x91" * 4000, b"\x81\xa1k" * 1300),
+    *(encoded(HELLO)[HEAD_BYTES:-1], encoded(HELLO)[HEAD_BYTES:] + b"\0", b"\x96\xa2GE\x05\x01\x04\xa1\xff\xc4\0"),
+]
+
+
+@pytest.mark.parametrize("payload", [*map(msgpack.packb, BAD_HELLOS), *NO_PAYLOADS])
+def test_payloads_that_cannot_be(payload):
+    assert heard(framed(HELLO, msgpack.packb(["GE", 5, *HELLO]))) == HELLO
     with pytest.raises(ProtocolError):
-        decode_prefix(struct.pack(">BB2sBBBIBQ", *fields))
+        heard(framed(HELLO, payload))
 
 
-def test_prefix_and_header_that_announce_different_payloads():
-    header = header_of(ABORT, payload=b"\xc6\0\0\0\x05")
-    assert decode_header(header, 5) == Abort("PeerLost")
-    for announced in (0, 4, 6):
-        with pytest.raises(ProtocolError):
-            decode_header(header, announced)
+@pytest.mark.parametrize(
+    "fields", [[], ["PeerLost"], ["PeerLost", "text", 1], [b"PeerLost", "text"], ["PeerLost", None]]
+)
+def test_fields_of_another_kind(fields):
+    with pytest.raises(ProtocolError, match="wrong fields"):
+        heard(framed(Abort("", ""), msgpack.packb(fields)))
 
 
-# Lists of a header's fields, without its payload.
-BAD_FIELDS = [
-    *([*ABORT, ("error", "")], [("kind", "abort"), *ABORT], [*ABORT, ("payload", b"")], [*reversed(ABORT)]),
-    *([("error", "PeerLost")], [], [("kind", "abort")], [*ABORT, ("more", 1)], [("kind", "abort"), (b"error", "")]),
-    *([("kind", kind)] for kind in ("pickle", 3, None, ["abort"], {"abort": 1})),
-    *([("kind", "Abort"), ("error", "PeerLost")], [("kind", "abort"), (7, 7)], [*HELLO[:-1], ("nonce", "text")]),
-    [("kind", "abort"), ("error", b"PeerLost")],
-    *map(of_rank, ("7", 7.0, True, None, b"7", [], {}, {"rank": {"rank": 7}}, [7], -1, 2**63, 2**64 - 1)),
-    *map(of_rank, (msgpack.ExtType(5, b""), msgpack.ExtType(5, b"xyz"), msgpack.Timestamp(1))),
-]
-NO_MAPS = [
-    *(b"", b"\xc0", b"\x93\x01\x02\x03", b"\x82\xa4kind"),  # nothing, an array, a map that ends early
-    *(b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"),  # a map and an array of 2**32 - 1 entries
-    *(b"\x81" * 4000, b"\x91" * 4000, b"\x81\xa4kind" + b"\x81\xa1x" * 300 + b"\xc0"),  # maps in maps
-    b"\x82\xa4kind\xa5abort\xa5error" + b"\x81\xa1x" * 1000 + b"\xc0",
-    b"\x82\xa4kind\xa5\xff\xff\xff\xff\xff\xa7payload",  # no UTF-8
-    header_of(ABORT)[:-5] + b"\x01",  # something between key and payload
-]
-PAYLOADS = [b"\xc4\0", b"\xc5\0\0", b"\xa0", b"\xc0", b"\0\0\0\0\0"]  # in another form
-BAD_HEADERS = [
-    *map(header_of, BAD_FIELDS),
-    *(body + b"\xc6\0\0\0\0" for body in NO_MAPS),
-    *(header_of(ABORT, payload=form) for form in PAYLOADS),
-    b"\x01" + header_of(ABORT),
-]
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 9), st.floats(), st.text(max_size=9), st.binary(max_size=9)
+)
+payloads = st.one_of(
+    st.binary(max_size=200), st.lists(st.one_of(scalars, st.lists(scalars, max_size=2)), max_size=8).map(msgpack.packb)
+)
 
 
-@pytest.mark.parametrize("header", BAD_HEADERS, ids=range(len(BAD_HEADERS)))
-def test_headers_that_cannot_be(header):
-    assert decode_header(header_of(ABORT), 0) == Abort("PeerLost")
-    assert decode_header(header_of(HELLO), 0) == Hello(1, 4, "", NONCE)
-    with pytest.raises(ProtocolError):
-        decode_header(header, 0)
+@given(st.sampled_from(_MESSAGES), payloads)
+def test_any_payload_is_refused_or_a_message(message, payload):
+    frame = framed(message, payload)
+    with contextlib.suppress(ProtocolError):
+        found = read(frame)
+        assert type(found) is type(message)
+        assert encoded(found) == framed(message, msgpack.packb(msgpack.unpackb(payload)))
 
 
-def test_payload_beyond_its_kinds_limit():
-    expect_payload(Refused(), 10, 10)
-    with pytest.raises(ProtocolError, match="got 11"):
-        expect_payload(Refused(), 11, 10)
+said = st.lists(st.one_of(messages.map(encoded), st.binary(max_size=60)), max_size=3).map(b"".join)
 
 
-@given(st.binary(max_size=64))
-@example(b"\x94\xa2GE\xcc\x02\xce")
-def test_random_prefix(data):
-    try:
-        header_bytes, payload_bytes = decode_prefix(data)
-    except ProtocolError:
-        return
-    assert len(data) == PREFIX_BYTES
-    assert header_bytes <= MAX_HEADER_BYTES
-    assert payload_bytes < 2**32
+@given(said)
+def test_any_bytes_are_refused_or_awaited_or_a_message(data):
+    with contextlib.suppress(ProtocolError, BlockingIOError):
+        assert data.startswith(encoded(heard(data)))
 
 
-words = st.sampled_from(["kind", "job", "error", "url", "payload", "nonce", "rank", "abort", "hello", "proof"])
-plain = st.one_of(words, st.none(), st.integers(-1, 9), st.floats(), st.binary(), st.lists(words, max_size=2))
-entries = st.lists(st.tuples(words, plain), max_size=8)
+@given(said)
+def test_a_caller_gets_an_answer_or_an_error_of_ours(data):
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.suppress(ExchangeError, BlockingIOError):
+        line = Line(ours, "rank 0")
+        theirs.sendall(data)
+        assert type(line.expect(Nonce)) is Nonce
 
 
-@given(st.one_of(st.binary(max_size=200), entries.map(header_of)))
-def test_random_header(header):
-    try:
-        message = decode_header(header, 0)
-    except ProtocolError:
-        return
-    assert decoded(encode_head(message, 0)) == (message, 0)
+# ---- what was gathered ----
+
+leaves = st.one_of(
+    *(st.none(), st.booleans(), st.floats(allow_nan=False)),
+    *(st.integers(-(2**63), 2**64 - 1), st.text(max_size=300), st.binary(max_size=300)),
+)
+values = st.recursive(
+    leaves, lambda inner: st.one_of(st.lists(inner, max_size=20), st.dictionaries(st.text(max_size=4), inner))
+)
+
+
+@given(values)
+@example([[0] * 70000, {str(i): i for i in range(70000)}])
+def test_what_was_packed_comes_back(value):
+    assert unpacked(msgpack.packb(value), "a value") == value
+
+
+BAD = [b"", b"\xc1", b"\x92\x01", b"\x01\x02", b"\xa1\xff", b"\x81\x07\x07", b"\xc7\x01\x05x", b"\xd6\xff\0\0\0\0"]
+DEEP = [each * 1025 + b"\xc0" for each in (b"\x91", b"\xdc\0\x01", b"\xdd\0\0\0\x01", b"\x81\xa0", b"\xde\0\x01\xa0")]
+
+
+@pytest.mark.parametrize("data", [*BAD, b"\xd9", b"\xdb\xff\xff", b"\x81\x90\x07", *DEEP, b"\x91" * (1 << 20)])
+def test_what_is_no_value_cannot_be_read(data):
+    with pytest.raises(ProtocolError, match="a value cannot be read"):
+        unpacked(data, "a value")
+
+
+@given(st.lists(st.one_of(st.binary(max_size=6), st.just(b"\x91" * 300), st.just(b"\x81\xa0" * 9)), max_size=30))
+def test_hostile_bytes_are_refused_or_a_value(pieces):
+    with contextlib.suppress(ProtocolError):
+        unpacked(b"".join(pieces), "a value")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">BI", 0xDD, MAX_SMALL_PAYLOAD - 5) + b"\x90" * (MAX_SMALL_PAYLOAD - 5),  # as many empty lists
+        struct.pack(">BI", 0xDD, MAX_SMALL_PAYLOAD - 5) + b"\x80" * (MAX_SMALL_PAYLOAD - 5),  # and maps
+        struct.pack(">BI", 0xDD, MAX_SMALL_PAYLOAD - 1) * 1000 + bytes(MAX_SMALL_PAYLOAD - 5000),  # lists in lists
+    ],
+    ids=["lists", "maps", "nested"],
+)
+def test_no_payload_takes_more_than_a_hundred_megabytes(data):
+    tracemalloc.start()
+    with contextlib.suppress(ProtocolError):
+        unpacked(data, "a value")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100 << 20
 
 
 def test_limits_of_the_document():
-    assert (PREFIX_BYTES, MAX_HEADER_BYTES, wire.MAX_SMALL_PAYLOAD, wire.PROTOCOL_VERSION) == (20, 4096, 16 << 20, 5)
+    assert (HEAD_BYTES, MAX_SMALL_PAYLOAD, PROTOCOL_VERSION) == (20, 1 << 20, 5)
+    assert tag_of(HELLO) == 1 << 25

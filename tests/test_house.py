@@ -17,7 +17,7 @@ _ORDER = """
 errors arguments threads
 arrays.lost arrays.dtypes arrays.streams arrays.dlpack arrays.buffer arrays.frameworks arrays.host arrays.shared
 arrays.device arrays.known arrays
-layout.unpacking layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
+layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams
 kernels.status kernels.host_sums kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device
 kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host
@@ -26,13 +26,13 @@ elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
 accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
-exchange.wire exchange.interface exchange.handshake exchange.tls exchange.environment exchange.rendezvous
+exchange.wire exchange.handshake exchange.tls exchange.environment exchange.rendezvous
 exchange.addresses exchange.reach exchange.links.link exchange.links.threads exchange.links.mpi
 exchange.links.sockets exchange.links.shared_memory exchange.links exchange.listener exchange.line
-exchange.mesh exchange.torch_group exchange.device_calls exchange.comparison exchange.shares
-exchange.frontiers exchange.transfers exchange.ordered_all_reduce exchange.gather exchange.patience exchange.hub
-exchange.server exchange.pump exchange.linked exchange
-reduction.all_gather reduction.all_reduce reduction.stats reduction.device_sums
+exchange.mesh exchange.torch_group exchange.device_calls exchange.hello exchange.shares
+exchange.ordered_all_reduce exchange.gather
+exchange.pump exchange.server exchange.exchange exchange
+reduction.stats reduction.device_sums
 reduction.tensor_parallel_group reduction.reducer reduction
 engine.ranges engine.result engine.settings engine.loss_scaling engine.checkpoint engine.capture
 engine.micro_batch engine.engine engine engine.trainer

@@ -284,6 +284,13 @@ BAD_TABLES = [
 ]
 
 
+DEEP = b"\x91" * 1000 + b"\xc0"  # Python's own limit is about as deep
+DEEP_TABLES = [
+    *(b"\x91" * 10**6, b"\x92\x91\x93" + DEEP + b"\x91\x02\xc0\x91\xa1w", b"\x92\x91\x93\xa1w\x91\x02\xc0\x91" + DEEP),
+    *(b"\x92\x91\x94\xa1w\x91\x02\xc0" + DEEP + b"\x91\xa1w", b"\x92\x91\x93\xa1w" + DEEP + b"\xc0\x91\xa1w"),
+]
+
+
 class TestTable:
     @given(parts())
     def test_it_is_read_back_pickled_and_copied_whatever_was_asked_of_it(self, layout):
@@ -298,7 +305,8 @@ class TestTable:
         assert msgpack.unpackb(GradientLayout.of({"w": (2, 3)}).table()) == [[["w", [2, 3], None]], ["w"]]
 
     @pytest.mark.parametrize(
-        "table", [b"", b"\xc1", SMALL.table()[:-1], SMALL.table() + b"\x00", *map(msgpack.packb, BAD_TABLES)]
+        "table",
+        [b"", b"\xc1", SMALL.table()[:-1], SMALL.table() + b"\x00", *DEEP_TABLES, *map(msgpack.packb, BAD_TABLES)],
     )
     def test_bad_tables_are_refused(self, table):
         with pytest.raises(LayoutMismatch):

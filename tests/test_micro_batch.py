@@ -14,7 +14,7 @@ from devices import bits_of, number_of, on_host, put_all
 from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
-from ranks import on_ranks
+from ranks import on_ranks, started
 
 from gradengine import GradientEngine, GradientLayout
 from gradengine.accumulate import groups
@@ -49,10 +49,6 @@ def come_noted(engine, gradients, **options):
 
 def fail_by(fault):
     raise fault
-
-
-def left(engine):
-    return set(engine._reducer.workers.started)
 
 
 @pytest.mark.parametrize("hold", [1, 3])
@@ -374,12 +370,12 @@ class TestSeveralWorkers:
         def work(exchange):
             engine, gradients = GradientEngine(LAYOUT, exchange=exchange, micro_batches=2), gradients_of(exchange.rank)
             come(engine, gradients)
-            found = [left(engine)]
+            found = [started(engine)]
             with engine.micro_batch() as micro_batch:
                 for name in ("layers.0.b", "head", "layers.0.w", "layers.1.w"):
                     micro_batch.add(name, gradients[name])
-                    found.append(left(engine))
-            found.append(left(engine))
+                    found.append(started(engine))
+            found.append(started(engine))
             engine.step()
             return found
 
@@ -391,7 +387,7 @@ class TestSeveralWorkers:
             engine, found = GradientEngine(LAYOUT, exchange=exchange), []
             for options in ({}, {"last": True}):
                 come(engine, gradients_of(exchange.rank), **options)
-                found.append(left(engine))
+                found.append(started(engine))
             with pytest.raises(WindowError, match="complete and was sent"):
                 engine.micro_batch()
             engine.step()

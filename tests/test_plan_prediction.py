@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradengine import GpuGradientAccumulator, GradientLayout
 from gradengine.errors import CallerError
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES
 from gradengine.exchange.ordered_all_reduce import flight_of
 from gradengine.exchange.shares import shares_of
 from gradengine.layout.cost import Bandwidth

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine import GradientLayout
-from gradengine.exchange.interface import DEFAULT_BUCKET_BYTES
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES
+from gradengine.exchange.server import DEFAULT_BUCKET_BYTES
 from gradengine.exchange.shares import shares_of
 from gradengine.plan.models import load_model
 from gradengine.plan.traffic import ready_seconds, traffic_of

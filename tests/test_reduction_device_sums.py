@@ -198,7 +198,7 @@ class TestVerdict:
         def one(exchange):
             engine = GradientEngine(SMALL, device.kernels, exchange=exchange, on_non_finite=policy)
             if fault == "step" and exchange.rank == 1:
-                engine._reducer.workers.progress.step += 1
+                engine._reducer.step += 1
             weight = {"nothing": 0, "weight": 3e38}.get(fault, 1.0)
             values = contribution(exchange.rank, 0, 0)
             gradients = put_all(device, [each * (fault != "weight") for each in values])

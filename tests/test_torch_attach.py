@@ -14,7 +14,7 @@ import strategies as draw
 from hypothesis import example, given
 from hypothesis import strategies as st
 from interrupts import interrupted_at, places_of
-from ranks import on_ranks
+from ranks import on_ranks, started
 
 torch = pytest.importorskip("torch")
 
@@ -664,11 +664,11 @@ class TestSeveralWorkers:
             module, found = copy.deepcopy(start), []
             engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=micro_batches)
             attached = attach(module, engine)
-            module.embed.weight.register_hook(lambda _: found.append(set(engine._reducer.workers.started)))
+            module.embed.weight.register_hook(lambda _: found.append(started(engine)))
             for last in (False, True):
                 loss = loss_of(module, 0)
                 loss.backward() if micro_batches else backward_within(attached, loss, last=last)
-            found.append(set(engine._reducer.workers.started))
+            found.append(started(engine))
             attached.step()
             if micro_batches is None:
                 module.zero_grad()

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from ranks import on_ranks
+from ranks import on_ranks, started
 
 torch = pytest.importorskip("torch")
 
@@ -128,7 +128,7 @@ def test_blocks_leave_while_backward_runs(monkeypatch):
         ours, found = copy.deepcopy(start), []
         engine = GradientEngine(layout_of(ours), exchange=exchange, micro_batches=1)
         attached = attach(ours, engine, main_grad=True)
-        ours.layers[0].weight.register_hook(lambda _: found.append(set(engine._reducer.workers.started)))
+        ours.layers[0].weight.register_hook(lambda _: found.append(started(engine)))
         with attached.micro_batch():
             loss_of(ours, exchange.rank).backward()
         result = attached.step()

@@ -15,7 +15,7 @@ import threading
 import numpy as np
 
 from gradengine.arrays.shared import place_of, shared_array
-from gradengine.exchange import GradientServer, Progress, WorkerClient, connect, local_group
+from gradengine.exchange import GradientServer, WorkerClient, connect, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -217,21 +217,29 @@ class Worker:
 
     def __init__(self, exchange, layout, contribution):
         is_shared = (exchange is not None and exchange.shares_memory) or place_of(contribution) is not None
-        self.exchange, self.layout, self.progress = exchange, layout, Progress()
+        self.exchange, self.layout, self.step = exchange, layout, 0
         self.arena = shared(contribution) if is_shared else contribution.copy()
 
     def bind(self, exchange=None):
-        self.exchange = exchange or self.exchange
-        self.exchange.bind(self.layout, self.arena, self.progress)
+        """Join with this exchange; one that refuses does not replace that which has the sums."""
+        exchange = exchange or self.exchange
+        replaces = None if exchange is self.exchange else self.exchange
+        exchange.bind(self.layout, self.arena, step=self.step, replaces=replaces)
+        self.exchange = exchange
 
     def sum(self, order=None):
         for span in self.layout.spans if order is None else order:
             self.exchange.start(span)
-        return self.exchange.wait()
+        return tuple(self.exchange.wait().bad)
 
     def next_step(self, contribution):
         self.exchange.barrier()
-        self.progress.next_step()
+        self.begin(contribution, self.step + 1)
+
+    def begin(self, contribution, step):
+        """Begin a step with this contribution: the next one, or the same one again, which was dropped."""
+        self.step = step
+        self.exchange.begin(step)
         self.arena[:] = contribution
 
 

@@ -1,5 +1,5 @@
 // docs/wire.md in JavaScript, with npm's @msgpack/msgpack and @node-rs/xxhash as they are: run by test_exchange_wire_js.py.
-// Reads JSON of hex from stdin, writes JSON to stdout: what is read in each message and transfer, and those written anew.
+// Reads JSON of hex from stdin, writes JSON to stdout: what is read in each frame and message, and those written anew.
 "use strict";
 const { createHmac } = require("node:crypto");
 const { readFileSync } = require("node:fs");
@@ -8,41 +8,20 @@ const { xxh3 } = require("@node-rs/xxhash");
 
 const WIDE = { useBigInt64: true }; // a checksum has 64 bits
 
-function head(size, write) {
-  const bytes = Buffer.alloc(size);
-  write(bytes);
-  return bytes;
-}
-
-// "Prefix": fixarray of 4, fixstr "GE", uint 8 version, uint 32 and uint 64. "Header": a map that ends in a bin 32.
-function message({ payload, ...fields }) {
-  const entries = Object.entries(fields).flat().map((each) => encode(each, WIDE));
-  const bin = head(5, (bytes) => { bytes[0] = 0xc6; bytes.writeUInt32BE(payload.length, 1); });
-  const header = Buffer.concat([Buffer.of(0x81 + entries.length / 2), ...entries, encode("payload"), bin]);
-  const prefix = head(20, (bytes) => {
-    bytes.write("94a24745cc05ce", "hex");
-    bytes.writeUInt32BE(header.length, 7);
-    bytes[11] = 0xcf;
-    bytes.writeBigUInt64BE(BigInt(payload.length), 12);
-  });
-  return Buffer.concat([prefix, header, payload]);
-}
-
 // "The checksum is XXH3 with 64 bits of the payload, with the tag as seed."
 const checksum = (tag, payload) => xxh3.xxh64(payload, BigInt(tag));
 
 // "93, uint 32 tag, uint 64 checksum, bin 32, the payload."
-function transfer(tag, payload) {
-  const first = head(20, (bytes) => {
-    bytes[0] = 0x93;
-    bytes[1] = 0xce;
-    bytes.writeUInt32BE(tag, 2);
-    bytes[6] = 0xcf;
-    bytes.writeBigUInt64BE(checksum(tag, payload), 7);
-    bytes[15] = 0xc6;
-    bytes.writeUInt32BE(payload.length, 16);
-  });
-  return Buffer.concat([first, payload]);
+function frame(tag, payload) {
+  const head = Buffer.alloc(20);
+  head[0] = 0x93;
+  head[1] = 0xce;
+  head.writeUInt32BE(tag, 2);
+  head[6] = 0xcf;
+  head.writeBigUInt64BE(checksum(tag, payload), 7);
+  head[15] = 0xc6;
+  head.writeUInt32BE(payload.length, 16);
+  return Buffer.concat([head, payload]);
 }
 
 // HMAC-SHA256 with the secret as key over msgpack of what is bound.
@@ -50,22 +29,23 @@ function proof(secret, bound) {
   return createHmac("sha256", secret).update(encode(bound)).digest();
 }
 
-const plain = (object) => ({ ...object, payload: Buffer.from(object.payload) });
 // The same, packed as shortly as the stock packer does it, read and packed again.
 const isStable = (object) => {
   const packed = encode(object, WIDE);
   return Buffer.compare(encode(decode(packed, WIDE), WIDE), packed) === 0;
 };
 
-function readMessage(hex) {
-  const [prefix, header, ...more] = decodeMulti(Buffer.from(hex, "hex"), WIDE);
-  return { prefix, header, more, written: message(plain(header)), isStable: isStable([prefix, header]) };
+function readFrame(hex) {
+  const [[tag, check, payload], ...more] = decodeMulti(Buffer.from(hex, "hex"), WIDE);
+  const again = { checksum: checksum(tag, payload), written: frame(tag, Buffer.from(payload)) };
+  return { tag, check, payload, more, ...again, isStable: isStable([tag, check, payload]) };
 }
 
-function readTransfer(hex) {
-  const [[tag, check, payload], ...more] = decodeMulti(Buffer.from(hex, "hex"), WIDE);
-  const again = { checksum: checksum(tag, payload), written: transfer(tag, Buffer.from(payload)) };
-  return { tag, check, payload, more, ...again, isStable: isStable([tag, check, payload]) };
+// A message's payload is the msgpack array of its fields, which is packed anew too.
+function readMessage(hex) {
+  const read = readFrame(hex);
+  const fields = decode(read.payload, WIDE);
+  return { ...read, fields, written: frame(read.tag, Buffer.from(encode(fields, WIDE))) };
 }
 
 function shown(_, value) {
@@ -77,8 +57,8 @@ function shown(_, value) {
 const bytesOf = (value) => (String(value).startsWith("hex:") ? Buffer.from(value.slice(4), "hex") : value);
 const asked = JSON.parse(readFileSync(0, "utf8"));
 const answer = {
+  frames: asked.frames.map(readFrame),
   messages: asked.messages.map(readMessage),
-  transfers: asked.transfers.map(readTransfer),
   proofs: asked.proofs.map(([secret, ...bound]) => proof(secret, bound.map(bytesOf))),
 };
 process.stdout.write(JSON.stringify(answer, shown));

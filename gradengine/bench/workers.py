@@ -26,7 +26,7 @@ from gradengine.arrays.shared import shared_array
 from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
 from gradengine.console.processes import ProcessPool, Reporter
-from gradengine.exchange import Exchange, Progress, connect, local_group
+from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
 __all__ = ["Crew", "Reduction", "ThreadReductions", "exchange_variants", "span_layout"]
@@ -78,8 +78,8 @@ class ExchangeReduction(Reduction):
         super().__init__(exchange.rank, exchange.world_size, elements)
         if exchange.shares_memory:  # as the arena of an engine that is made with it
             self.arena = shared_array(elements)
-        self._exchange, self._layout, self._progress = exchange, span_layout(elements), Progress()
-        exchange.bind(self._layout, self.arena, self._progress)
+        self._exchange, self._layout, self._step = exchange, span_layout(elements), 0
+        exchange.bind(self._layout, self.arena)
 
     @staticmethod
     def over(url: str, link: str, world_size: int, elements: int, rank: int) -> ExchangeReduction:
@@ -88,10 +88,10 @@ class ExchangeReduction(Reduction):
 
     def run(self) -> None:
         """Start every span at once and wait for the last sum."""
-        for span in self._layout.spans:
-            self._exchange.start(span)
+        self._exchange.start(*self._layout.spans)
         self._exchange.wait()
-        self._progress.next_step()
+        self._step += 1
+        self._exchange.begin(self._step)
 
 
 @final

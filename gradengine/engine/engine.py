@@ -23,7 +23,7 @@ from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
 from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
@@ -137,12 +137,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
     @property
     def exchange(self) -> Exchange | None:
         """The exchange over workers that this engine joined, if there is one."""
-        return self._reducer.workers.exchange
+        return self._reducer.workers
 
     @property
     def tp_exchange(self) -> Exchange | None:
         """The exchange over the other parts of this worker's model, if there is one."""
-        return self._reducer.parts.group.exchange
+        return self._reducer.parts.exchange
 
     @property
     def micro_batches(self) -> int | None:
@@ -220,7 +220,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
                     raise weighs_nothing(weight)
                 self.accumulator.add_nothing()
                 return
-            self.accumulator.add(gradients, weight, measure=is_last and self._reducer.workers.is_alone)
+            self.accumulator.add(gradients, weight, measure=is_last and self._reducer.is_only_worker)
             if self._captures:
                 self._captures[0].window.keep(self.layout.slots, gradients)
             if is_last and self.accumulator.is_even:
@@ -260,7 +260,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
     ) -> None:
         self._ask(Call.ADD_PART)
         self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
-        add(measure=last and self._reducer.workers.is_alone)
+        add(measure=last and self._reducer.is_only_worker)
         if self._captures:
             self._captures[0].window.keep(span.slots, gradients, prefix)
         if last:
@@ -395,7 +395,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
         Args:
             what: What the facts are, the same on all workers: "loss of step 3".
-            facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys; at most 16 MiB.
+            facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys; at most 1 MiB.
 
         Raises:
             CallerError: `what` is not a str, or the facts are of another type or too long; nothing has been sent.
@@ -406,7 +406,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             >>> GradientEngine(GradientLayout.of([(2,)])).all_gather_object("loss of step 0", 2.5)
             [2.5]
         """
-        return self._reducer.workers.tell(what, facts)
+        return self._reducer.all_gather_object(what, facts)
 
     def capture(self) -> AbstractContextManager[CapturedWindow]:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
@@ -494,10 +494,11 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     @whole
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
-        """Replace an exchange that failed by another one of the same ranks; then call `step()` again.
+        """Replace an exchange that failed by another one, on all ranks; then call `step()` again.
 
-        Close the old exchange first: until all ranks have joined it, it occupies its address. Only what was not summed
-        yet is sent, and the result has the bytes of an undisturbed run.
+        Close the old exchange first: until all ranks have joined it, it occupies its address. A step that failed begins
+        anew, and its result has the bytes of an undisturbed run. If a rank holds sums of it, the window is lost:
+        `discard()` it on every rank, and reconnect once more.
 
         Args:
             exchange: Replaces the one over workers; None leaves it as it is.
@@ -506,8 +507,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         Raises:
             CallerError: Rank and size of the tensor-parallel exchange are not the layout's.
             WindowError: The step is broken: discard() it first.
-            HandshakeRefused, PeerLost: The workers could not form a group, or are at different steps; or the step is
-                half summed, and these are not the ranks and the group that began it.
+            HandshakeRefused, PeerLost: The workers could not form a group, differ in settings, or are at different
+                steps; or the window is lost, on all ranks alike.
         """
         refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)
@@ -524,18 +525,18 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     def _decide(self) -> DecidedStep:
         """Sum, agree and decide; nothing is handed back yet."""
-        scale = self._scaling.known(self._reducer)
-        stats = self._reducer.agree()
+        scale, tracker = self._scaling.known(self._reducer)
+        stats = self._reducer.agree((scale, tracker))
         divisor = scale * self._reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        step = self._reducer.workers.progress.step
+        step = self._reducer.step
         decision = self._decision(stats, divisor, step)
         non_finite = self._reducer.find_non_finite(decision.bad) if decision.bad else None
         if non_finite is not None and self._settings.raises:
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
         used = None if self._scaling.dynamic is None else self._scaling.used(decision, scale)
-        return DecidedStep(stats, decision, non_finite, step, self._reducer.workers.progress.took, used)
+        return DecidedStep(stats, decision, non_finite, step, self._reducer.sums, used)
 
     def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
         zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic

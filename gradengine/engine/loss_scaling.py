@@ -30,13 +30,12 @@ class LossScaling:
         self, scale: float | DynamicLossScale, settings: Settings, accumulator: PerBlockGradientAccumulator
     ) -> None:
         rule = scale if isinstance(scale, DynamicLossScale) else None
-        self._shared, self._is_on_gpu = settings.shared, accumulator.kernels.device.name != "cpu"
+        self._is_on_gpu = accumulator.kernels.device.name != "cpu"
         self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
         self._number = 1.0
-        if isinstance(scale, DynamicLossScale):
-            self._shared["loss_scale"] = f"by {scale}"
-        else:
-            self._take(scale)
+        settings.shared["loss_scale"] = "a number" if rule is None else f"by {rule}"
+        if not isinstance(scale, DynamicLossScale):
+            self._number = scale
 
     @property
     def value(self) -> Any:
@@ -56,20 +55,19 @@ class LossScaling:
         """Set the open window's number, in whatever state; raises as `set` of a bad one."""
         if self.dynamic is not None:
             raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
-        self._take(checked_loss_scale(value))
+        self._number = checked_loss_scale(value)
 
-    def _take(self, number: float) -> None:
-        self._number, self._shared["loss_scale"] = number, repr(number)
+    def known(self, reducer: Reducer) -> tuple[float, int]:
+        """Return the scale that the host divides by, and the finite steps that a dynamic one has seen.
 
-    def known(self, reducer: Reducer) -> float:
-        """The scale that the host divides by, which workers compare; 1 if only the device knows the scale."""
+        Workers compare both. They are (1, 0) if only the device has the scale.
+        """
         if self.dynamic is None:
-            return self._number
+            return self._number, 0
         if self._is_on_gpu and not reducer.waits:
-            return 1.0
+            return 1.0, 0
         scale, tracker = self.dynamic.read()
-        self._shared["loss_scale"] = f"{float(scale)!r} for {tracker} steps, by {self.dynamic.rule}"
-        return float(scale)
+        return float(scale), tracker
 
     def made(self, decision: Decision) -> None:
         """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
@@ -92,7 +90,7 @@ class LossScaling:
         if self.dynamic is None or not 0 < np.float32(scale) < np.inf:
             scale = checked_loss_scale(scale)
         if self.dynamic is None:
-            self._take(scale)
+            self._number = scale
         else:
             self.dynamic.write(np.float32(scale), tracker)
 

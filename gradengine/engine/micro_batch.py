@@ -226,7 +226,7 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             self._refuse_if_over()
             return False
         is_last = self._settings.is_last("the window", self._accumulator.accumulated_count)
-        is_last, is_alone = is_last if self._last is None else self._last, self._reducer.workers.is_alone
+        is_last, is_alone = is_last if self._last is None else self._last, self._reducer.is_only_worker
         self._measure, self._sends = is_last and is_alone, is_last and not is_alone
         spans = self._accumulator.layout.spans if self._sends else ()
         self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}

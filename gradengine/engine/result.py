@@ -31,7 +31,7 @@ _SHOWN = (
 
 
 _PAYLOAD = (1 << 51) - 1  # of a NaN
-_OTHER_STEP, _OTHER_SETTINGS, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
+_OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,7 +148,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return self._accumulator.kernels.device.relaxed(self._read_metrics, truth_value("blocks", blocks))
 
     def _read_metrics(self, blocks: bool) -> dict[str, float]:
-        scale, (total, waited) = float(self.scale), self._decided.took
+        scale, sums = float(self.scale), self._decided.sums
+        total, waited = (sums.total, sums.waited) if sums else (0.0, 0.0)
         found = {
             "grad_norm": float(self.norm),
             "clip_scale": scale,
@@ -385,8 +386,8 @@ def _not_agreed(status: StepStatus) -> GradientError | None:
     if fault == _OTHER_STEP:
         do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
         return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
-    if fault == _OTHER_SETTINGS:
-        what = f"{where}: rank {rank} had another loss scale, or other settings, than rank 0"
+    if fault == _OTHER_SCALE:
+        what = f"{where}: rank {rank} had another loss scale than rank 0"
         return ExchangeError(what, do="set the same on all ranks")
     if fault == _NO_MICRO_BATCH:
         return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")

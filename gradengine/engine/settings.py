@@ -37,7 +37,7 @@ class Settings:
         self.on_non_finite = on_non_finite
         self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "propagate"
         self.average = average
-        #: Settings that must be the same on all workers; each step compares them.
+        #: Settings that must be the same on all workers, who compare them when they join.
         self.shared = {
             "max_norm": repr(plan.max_norms),
             "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],

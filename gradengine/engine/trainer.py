@@ -24,7 +24,7 @@ from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
 from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, ProtocolError, WindowError
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.layout import GradientLayout
 
 MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)

@@ -16,20 +16,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gradengine.arguments import as_index, said, truth_value
+from gradengine.arguments import as_index, checked_seconds, said, truth_value
 from gradengine.errors import CallerError, refuses_renamed
 from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.environment import job_or_launchers, launcher_of
-from gradengine.exchange.interface import (
-    DEFAULT_JOIN_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    NonFiniteValue,
-    checked_seconds,
-)
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES, Exchange, Progress, WorkerClient, local_group
+from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, WorkerClient, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.mesh import Meeting
+from gradengine.exchange.ordered_all_reduce import NonFiniteValue
+from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT
 from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tls import certificates_of
@@ -39,7 +35,6 @@ __all__ = [
     "Exchange",
     "GradientServer",
     "NonFiniteValue",
-    "Progress",
     "WorkerClient",
     "connect",
     "connect_if_launched",

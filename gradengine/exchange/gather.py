@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import struct
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
 import msgpack
 import numpy as np
 
-from gradengine.errors import ProtocolError
-from gradengine.exchange.interface import refuse_long_part
-from gradengine.exchange.links.link import Completed, Completion, Memory
-from gradengine.exchange.transfers import Receive, Send, Transfer
-from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
-from gradengine.layout.unpacking import unpack
+from gradengine.arguments import refuse_other_kind, said
+from gradengine.errors import CallerError, ExchangeError, ProtocolError
+from gradengine.exchange.links.link import Completed, Completion, Memory, Receive, Send, Transfer
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, unpacked
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
 _LENGTH = struct.Struct("<q")
@@ -31,11 +30,11 @@ class Gather:
     Args:
         rank: This rank, or the hub.
         world_size: Ranks in the group.
-        data: This rank's part, at most 16 MiB.
+        data: This rank's part, at most 1 MiB.
         hub: The number of the server that all parts are sent through, which is the world size.
 
     Raises:
-        CallerError: The data are longer than 16 MiB.
+        CallerError: The data are longer than 1 MiB.
 
     Example:
         >>> Gather(0, 1, b"mine").parts
@@ -81,7 +80,7 @@ class Gather:
         return given
 
     def over(self, completion: Completion) -> None:
-        """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 16 MiB."""
+        """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 1 MiB."""
         kind, peer, tag = completion
         if kind is Completed.RECEIVED and tag == _HEAD_TAG:
             self._read(peer, self._heads[peer].tobytes())
@@ -113,7 +112,7 @@ class Gather:
     def _take(self, peer: int, data: bytes) -> None:
         """Take the part that a rank has sent, or all parts from the server."""
         if peer == self._hub:
-            parts = unpack(data, "what the server has gathered")
+            parts = unpacked(data, "what the server has gathered")
             if not isinstance(parts, list) or [*map(type, parts)] != [bytes] * self._count:
                 got, expected = f"{len(parts)} parts" if isinstance(parts, list) else parts, f"{self._count} of bytes"
                 raise ProtocolError("the server did not send one part for each rank", got=got, expected=expected)
@@ -132,3 +131,48 @@ class Gather:
 def is_of_gather(tag: int) -> bool:
     """Whether a transfer with this tag belongs to a gather, and not to an all-reduce."""
     return tag >= _HEAD_TAG
+
+
+def packed(what: str, facts: object) -> bytes:
+    """One rank's facts for a gather, tagged with what they are; raises `CallerError` for facts that cannot be sent."""
+    refuse_other_kind("what is told", what, str)
+    try:
+        data: bytes = msgpack.packb([what, facts])
+        unpacked(data, "what is told")  # msgpack also packs what other ranks would refuse
+    except (TypeError, ValueError, OverflowError, ProtocolError) as fault:
+        raise CallerError(
+            "the facts cannot be sent",
+            got=said(fault),
+            expected="None, bool, int of 64 bits, float, str or bytes, in lists and in dicts with str keys",
+            do="convert scalars by float(x) and arrays by x.tolist()",
+        ) from None
+    refuse_long_part(data)
+    return data
+
+
+def gathered(parts: Sequence[bytes]) -> list[Any]:
+    """Every rank's facts, in rank order; raises `ExchangeError` if a rank's tag is not rank 0's."""
+    told = [_told_by(rank, part) for rank, part in enumerate(parts)]
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise ExchangeError(
+                f"rank {rank} is out of sync with rank 0",
+                got=f"its {theirs}",
+                expected=f"its {told[0][0]}",
+                do="a window was finished or dropped on some ranks only: restart all from one checkpoint",
+            )
+    return [facts for _, facts in told]
+
+
+def _told_by(rank: int, part: bytes) -> tuple[str, Any]:
+    told = unpacked(part, f"what rank {rank} tells")
+    if not isinstance(told, list) or len(told) != 2 or not isinstance(told[0], str):
+        raise ProtocolError(f"what rank {rank} tells has no name", got=told, expected="[text, facts]")
+    return told[0], told[1]
+
+
+def refuse_long_part(data: bytes) -> None:
+    """Raise `CallerError` unless a part of a gather is bytes, and at most 1 MiB."""
+    refuse_other_kind("a part of a gather", data, bytes)
+    if len(data) > MAX_SMALL_PAYLOAD:
+        raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")

@@ -58,7 +58,7 @@ def check_hello(hello: Hello, world_size: int) -> None:
             expected=world_size,
             do="give every worker, and the server if there is one, the same world_size, and each job its own job=",
         )
-    if not hello.rank < world_size:
+    if not 0 <= hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
 
 

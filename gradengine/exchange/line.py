@@ -5,31 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar, final
 
-from gradengine.errors import ExchangeError, HandshakeRefused, ProtocolError
+from gradengine.errors import HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import error_told
 from gradengine.exchange.links.sockets import close_in_children, origin
 from gradengine.exchange.tls import hashes_of, tell_in_plain
-from gradengine.exchange.wire import (
-    MAX_SMALL_PAYLOAD,
-    MAX_TEXT_BYTES,
-    PREFIX_BYTES,
-    Abort,
-    Hello,
-    Members,
-    Message,
-    Refused,
-    decode_header,
-    decode_prefix,
-    encode_head,
-    expect_payload,
-)
+from gradengine.exchange.wire import HEAD_BYTES, Abort, Hello, Message, Refused, announced, decoded, encoded
 
 Kind = TypeVar("Kind", bound=Message)
-
-_PAYLOADS = {Refused: MAX_TEXT_BYTES, Abort: MAX_TEXT_BYTES, Members: MAX_SMALL_PAYLOAD}  # the others have none
 
 
 @final
@@ -69,55 +54,48 @@ class Line:
         """The certificates' hashes that proofs over this connection hold for: the caller's, the called end's."""
         return self.called_hash or hashes_of(self.socket)
 
-    def say(self, message: Message, payload: bytes = b"") -> None:
+    def say(self, message: Message) -> None:
         """Send a message; raises `OSError` if that fails."""
         self._limit()
         try:
-            self.socket.sendall(encode_head(message, len(payload)) + payload)
+            self.socket.sendall(encoded(message))
         except BlockingIOError:
             raise ConnectionError("nothing is read there") from None
 
-    def expect(self, kind: type[Kind]) -> tuple[Kind, bytes]:
-        """The next message, of this kind, and its payload; raises the other end's refusal if it sends one."""
-        message, payload = self.hear((kind, Refused, Abort))
-        if isinstance(message, kind):
-            return message, payload
-        text = payload.decode(errors="replace")
-        # A stranger may say this, and one line of it is not to look like several, of which others are somebody else's.
-        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    def expect(self, kind: type[Kind]) -> Kind:
+        """The next message, which is of this kind; raises the other end's refusal if it sends one."""
+        message = self.hear((kind, Refused, Abort))
         if isinstance(message, Abort):
-            raise error_told(message.error, text)
-        raise HandshakeRefused(f"{self.who} refuses: {text}")
+            raise error_told(message.error, _in_one_line(message.text))
+        if isinstance(message, Refused):
+            raise HandshakeRefused(f"{self.who} refuses: {_in_one_line(message.text)}")
+        assert isinstance(message, kind)  # noqa: S101  (the only one left)
+        return message
 
-    def hear(self, kinds: tuple[type[Message], ...]) -> tuple[Message, bytes]:
-        """The next message, of one of these kinds, and its payload.
+    def hear(self, kinds: Collection[type[object]]) -> Message:
+        """The next message, of one of these kinds.
 
         Raises:
             BlockingIOError: The message is not complete yet, and this end does not wait; call again.
             OSError: The connection was lost or timed out.
             ProtocolError: The message is of another kind.
         """
-        self._fill(PREFIX_BYTES)
-        header_bytes, payload_bytes = decode_prefix(bytes(self._read[:PREFIX_BYTES]))
-        start = PREFIX_BYTES + header_bytes
-        self._fill(start)
-        message = decode_header(bytes(self._read[PREFIX_BYTES:start]), payload_bytes)
-        if not isinstance(message, kinds):
-            expected = " or ".join(kind.kind for kind in kinds) or "nothing more"
-            raise ProtocolError(f"{self.who} sent another message", got=message.kind, expected=expected)
-        expect_payload(message, payload_bytes, _PAYLOADS.get(type(message), 0))
-        self._fill(start + payload_bytes)
-        payload, self._read = bytes(self._read[start:]), bytearray()
-        return message, payload
+        self._fill(HEAD_BYTES)
+        kind, check, size = announced(self._read[:HEAD_BYTES], self.who)
+        if kind not in kinds:
+            expected = " or ".join(each.__name__ for each in kinds) or "nothing more"
+            raise ProtocolError(f"{self.who} sent another message", got=kind.__name__, expected=expected)
+        self._fill(HEAD_BYTES + size)
+        payload, self._read = bytes(self._read[HEAD_BYTES:]), bytearray()
+        return decoded(kind, check, payload)
 
-    def leave(self, message: Message, why: ExchangeError) -> None:
-        """Send the reason and close, without waiting."""
-        payload = str(why).encode(errors="replace")
+    def leave(self, message: Message) -> None:
+        """Send why and close, without waiting."""
         with contextlib.suppress(OSError):
             try:
-                self.say(message, payload)
+                self.say(message)
             except ssl.SSLError:
-                tell_in_plain(self.socket, encode_head(message, len(payload)) + payload)
+                tell_in_plain(self.socket, encoded(message))
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
             self.socket.recv(1 << 16)  # what is not read resets the connection, and the reason may be lost
@@ -140,3 +118,8 @@ class Line:
             if left <= 0:
                 raise TimeoutError("timed out")
             self.socket.settimeout(left)
+
+
+def _in_one_line(text: str) -> str:
+    """Escape the characters of a text that are not printable: one line of a stranger must not look like several."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

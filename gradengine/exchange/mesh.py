@@ -28,8 +28,6 @@ from collections.abc import Callable, Container
 from functools import partial
 from typing import TypeVar, final
 
-import msgpack
-
 from gradengine.arguments import checked_rank, said
 from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
@@ -53,7 +51,6 @@ from gradengine.exchange.handshake import (
     refuse_other_job,
     refuse_other_proof,
 )
-from gradengine.exchange.interface import GROUP_BYTES
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -68,7 +65,7 @@ from gradengine.exchange.reach import (
 )
 from gradengine.exchange.rendezvous import LOOPBACK, is_loopback
 from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of, warn_once
-from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused
+from gradengine.exchange.wire import GROUP_BYTES, Abort, Hello, Listening, Members, Nonce, Proof, Refused
 
 T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
@@ -267,13 +264,13 @@ class _Joining:
             self._link = self._best_link()
         except ExchangeError as failure:
             for line in self.lines.values():
-                line.leave(Abort(type(failure).__name__), failure)
+                line.leave(Abort(type(failure).__name__, str(failure)))
             raise
         self._group = secrets.token_bytes(GROUP_BYTES)
         for line in self.lines.values():
             line.left = self._left  # long lists may have to wait until they are read
             with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
-                line.say(Members(self._group, self._link), msgpack.packb(urls))
+                line.say(Members(self._group, self._link, urls))
 
     def join(self, address: Address) -> None:
         """Play the part of each other rank."""
@@ -328,9 +325,9 @@ class _Joining:
             listener = self._listener = Listener(own, self._secret, is_beside=line.is_local)
             line.say(Listening(url_of(listener.address)))
             self._aim = "join the group of rank 0"
-            members, packed = line.expect(Members)
+            members = line.expect(Members)
             self._group, self._link = members.group, chosen_link(members.link, self._link, self._rank)
-            addresses = addresses_of(packed, self._world_size - 1, self._way[1])
+            addresses = addresses_of(members.urls, self._world_size - 1, self._way[1])
         except BaseException:
             if self._listener is not None:
                 self._listener.close()
@@ -364,14 +361,14 @@ class _Joining:
             line.called_hash = called_hash
             hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
-            nonce, _ = line.expect(Nonce)
+            nonce = line.expect(Nonce)
             if not line.is_local:
                 self._way = connection.getsockname()[0], connection.getpeername()[0]
             if nonce.beside and (near := self._call_beside(rank, nonce.beside, line)) is not None:
                 connection.close()
                 return near
             line.say(Proof(self._proof(line, "caller", hello, nonce.nonce, rank)))
-            answer, _ = line.expect(Proof)
+            answer = line.expect(Proof)
             expected = self._proof(line, "called", hello, nonce.nonce, rank)
             refuse_other_proof(answer.proof, expected, line.who, is_encrypted=bool(line.channel))
             self.lines[rank] = line
@@ -448,7 +445,7 @@ class _Joining:
             self._dismiss(line, refusal)
 
     def _answer(self, line: Line) -> None:
-        message, _ = line.hear(line.awaited)
+        message = line.hear(line.awaited)
         if isinstance(message, Hello):
             refuse_other_user(line.socket, self._secret)
             line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
@@ -509,7 +506,7 @@ class _Joining:
         if refusal is None:
             line.socket.close()
         else:
-            line.leave(Refused(), refusal)
+            line.leave(Refused(str(refusal)))
         if line in self._strangers:
             self._strangers.remove(line)
         else:  # its rank may come again

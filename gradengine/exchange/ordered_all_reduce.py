@@ -21,26 +21,63 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 
-from gradengine.arguments import checked_rank, whole_number
+from gradengine.arguments import checked_rank, refuse_other_kind, whole_number
 from gradengine.errors import CallerError, ProtocolError, WindowError
-from gradengine.exchange.frontiers import State, frontier_of, frontiers_of
-from gradengine.exchange.interface import Float32, NonFiniteValue, refuse_bad_arena
-from gradengine.exchange.links.link import Completion, Memory
+from gradengine.exchange.links.link import Borrow, Completion, Memory, Receive, Release, Send, Transfer
 from gradengine.exchange.shares import ReadyShares, Share
-from gradengine.exchange.transfers import Borrow, Copy, Receive, Release, Send, Transfer
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
 from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
+Float32: TypeAlias = npt.NDArray[np.float32]
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element if it has none
+
+
+@dataclass(frozen=True)
+class NonFiniteValue:
+    """A NaN or Inf in one rank's contribution, at an index of the arena."""
+
+    rank: int
+    index: int
+    value: float
+
+
+class Copy(NamedTuple):
+    """Memory to be filled from the device's arena, or to be copied there: a `Receive` or `Send` of the rank itself."""
+
+    peer: int  # the rank itself
+    tag: int
+    memory: Memory
+    start: int  # of the share, in the arena
+    is_to_arena: bool
+    behind: int | str  # key of the span whose start completed the share: the copy waits for work queued before that
+
+
+class Awaited(NamedTuple):
+    """The transfer that a rank has waited for longest."""
+
+    peer: int
+    what: str  # its name for errors
+    is_part: bool  # whether it depends on that rank alone
+
+
+class State(IntEnum):
+    """The content of a share in a rank's arena."""
+
+    LOCAL = 0  # this rank's part
+    SENT = 1  # this rank's part, which is being sent to the owner; at the owner: which counts in the sum
+    RECEIVING = 2  # this rank's part, perhaps overwritten in part by the sum; never at the owner
+    SUMMED = 3  # the sum over all ranks
 
 
 class _Kind(IntEnum):
@@ -82,7 +119,7 @@ class OrderedAllReduce:
     """Sums one arena over all ranks, step by step and share by share, in rank order from rank 0's value.
 
     After each call the caller takes `transfers()`, makes them in any order, and reports each by `sent` or `received`.
-    Calls must not overlap. After links were lost the ranks send each other their `frontier()`, and call `resume`.
+    Calls must not overlap. A step is not resumed after links were lost: `holds_sums` says whether its parts are here.
 
     Args:
         rank: This worker's rank; the world size for a server.
@@ -100,6 +137,7 @@ class OrderedAllReduce:
     Attributes:
         step: The number of the open step; may be set before any span is started.
         reads_in_place: As given.
+        started: The keys of the spans that were started in this step.
         is_served: Whether a server owns all shares.
 
     Raises:
@@ -111,7 +149,9 @@ class OrderedAllReduce:
         >>> layout, arena = GradientLayout.of({"w": (3,)}), np.zeros(32, np.float32)
         >>> arena[:3] = 1, 2, 2
         >>> reduce = OrderedAllReduce(0, 1, layout, shares_of(layout, 1, 1 << 22), arena, HostKernels())
-        >>> reduce.start(layout.spans[0])
+        >>> reduce.start(*layout.spans)
+        >>> reduce.transfers()
+        []
         >>> reduce.is_done, reduce.squares
         (True, array([9.]))
     """
@@ -150,12 +190,14 @@ class OrderedAllReduce:
         self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
         mine = [share for share in shares if share.owner == self.rank]
         self._sums = self._places_of_sums(mine)
+        self.reads_in_place = reads_in_place
         self._make_rows(mine, arena, whole_number("in_flight", in_flight, 0))
-        self._make_room(reads_in_place)
+        self._make_room()
+        self._outbox: list[Transfer | Copy] = []
         self._behind: dict[int, int | str] = {}  # by share: see `Copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
-        self._outbox: list[Transfer] = []
+        self.started = self._ready.started
         self.step = whole_number("step", step, 0)
         self._parity = step % 2
         self._begin()
@@ -182,14 +224,14 @@ class OrderedAllReduce:
             self._free_rows = [[], [*np.empty((flight.own, flight.largest), np.float32)]]
         self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
 
-    def _make_room(self, reads_in_place: bool) -> None:
+    def _make_room(self) -> None:
         """Make the memory for received parts; if they are read in place, all may be in flight."""
         sent, received, size = self._flight.sent, self._flight.received, self._flight.largest_own
-        rows, mine, self.reads_in_place = len(self._others), len(self._sums), reads_in_place
-        if reads_in_place:
+        rows, mine = len(self._others), len(self._sums)
+        if self.reads_in_place:
             sent, received, rows = len(self._shares) - mine, mine, 0
         if self._arena is not None:
-            self._free_rows, self._rows = [[None] * sent, [None] * mine], {}
+            self._free_rows = [[None] * sent, [None] * mine]
         self._free = [np.empty((rows, size), np.float32) for _ in range(received)]
         self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
 
@@ -201,14 +243,11 @@ class OrderedAllReduce:
         return is_summed and len(self._known) == len(self._facts) and not is_on_its_way
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a span has been started in this step."""
-        return not self._ready.is_untouched
-
-    @property
-    def may_hold_sums(self) -> bool:
-        """Whether the arena may hold sums, or parts of them, beside this rank's own contributions."""
-        return any(state >= State.RECEIVING for state in self._states)
+    def holds_sums(self) -> bool:
+        """Whether the arena may hold sums, or pieces of them, in place of this rank's own contributions."""
+        # A device's share is received beside its arena, and copied there in one go.
+        least = State.SUMMED if self._is_copied else State.RECEIVING
+        return any(state >= least for state in self._states)
 
     @property
     def squares(self) -> Float64:
@@ -223,17 +262,16 @@ class OrderedAllReduce:
     def bad(self) -> list[NonFiniteValue]:
         """The first NaN or Inf of each rank's own part, by rank: the same on all ranks."""
         self._refuse_unless_known()
+        finds = np.array([self._finds(owner) for owner in self._facts]).reshape(-1, self.world_size, 2)
         found = []
-        for rank in range(self.world_size):
-            finds = [tuple(self._finds(owner)[rank].tolist()) for owner in self._facts]
-            index, value = min([find for find in finds if find[0] >= 0], default=_NOT_FOUND)
-            if index >= 0:
-                found.append(NonFiniteValue(rank, int(index), value))
+        for rank in np.flatnonzero((finds[:, :, 0] >= 0).any(axis=0)).tolist():
+            index, value = min([(index, value) for index, value in finds[:, rank].tolist() if index >= 0])
+            found.append(NonFiniteValue(rank, int(index), value))
         return found
 
     @property
-    def awaited(self) -> tuple[int, str] | None:
-        """The rank that this one has waited for longest, and for what; None if this rank has to start a span first.
+    def awaited(self) -> Awaited | None:
+        """What this rank has waited for longest; None if it has to start a span first.
 
         A missing part is named first, since it depends on nothing else; then sums, facts, and receipts of what was
         sent. A server waits for a share's parts as soon as it has one of them.
@@ -254,7 +292,7 @@ class OrderedAllReduce:
         for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
                 peer, tag = min(transfers, key=order)
-                return peer, words + self.described(tag)
+                return Awaited(peer, words + self.described(tag), self._meaning(tag)[0] is _Kind.PART)
         return None
 
     def described(self, tag: int) -> str:
@@ -264,21 +302,22 @@ class OrderedAllReduce:
             return f"the facts of {self._named(number)}"
         return f"the {kind.name.lower()} of share {number}"
 
-    def is_started(self, span: Span) -> bool:
-        """Whether the span has been started in this step."""
-        return self._ready.is_complete(span)
-
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[Transfer | Copy]:
         """The transfers to make now; each is returned once. Those with one rank are in the order of the shares."""
+        if self._waiting[0] or self._waiting[1]:
+            self._give_rows()
         given, self._outbox = self._outbox, []
         return given
 
-    def start(self, span: Span) -> None:
-        """Start a span, which holds all that this rank contributes; raises `WindowError` if it was started before."""
-        for share in self._ready.complete(span):
-            self._behind[share.number] = span.key
-            self._waiting[share.owner == self.rank].append(share)
-        self._give_rows()
+    def start(self, *spans: Span) -> None:
+        """Start spans, which hold all that this rank contributes; `WindowError` if one was started, and then none is.
+
+        Nothing is sent or summed before the next `transfers()`.
+        """
+        for span in self._ready.refuse_started(spans):
+            for share in self._ready.complete(span):
+                self._behind[share.number] = span.key
+                self._waiting[share.owner == self.rank].append(share)
 
     def sent(self, peer: int, tag: int) -> None:
         """Report that a `Send` is over; raises `ProtocolError` if it was not asked for, or was over already."""
@@ -293,7 +332,6 @@ class OrderedAllReduce:
             self._is_summed(self._shares[number])
         elif kind is _Kind.SUM and not any((other, tag) in self._sends for other in self._others):
             self._release(self._shares[number])
-        self._give_rows()
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
         """Report that a `Receive` has filled its memory, or the memory that a `Borrow` has borrowed.
@@ -320,102 +358,44 @@ class OrderedAllReduce:
         elif kind is _Kind.PART:
             self._open[number].missing.remove(peer)
             self._sum_if_complete(self._shares[number])
-        self._give_rows()
-
-    def damaged(self, peer: int, tag: int) -> None:
-        """Report a `Receive` whose message was damaged: the caller then ends the links, and calls `resume`.
-
-        If the tag was damaged, the message may have been another one, received before the owner has made the sum.
-        """
-        kind, number = self._meaning(tag)
-        if kind is _Kind.SUM and peer == self._shares[number].owner and not self._is_copied:
-            self._states[number] = State.DAMAGED
 
     def next_step(self) -> None:
         """Begin the next step; raises `WindowError` before `is_done`.
 
-        After this a step cannot be resumed: call it when all ranks have said that they are done.
+        After this the step cannot be made again: call it when all ranks have said that they are done.
         """
         if not self.is_done:
             raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
         self.step, self._parity = self.step + 1, 1 - self._parity
         self._begin()
 
-    def keep_parts(self, unwritten: Iterable[Completion]) -> None:
+    def end(self, unwritten: Iterable[Completion]) -> None:
         """Report that the links have ended, and which receives had written nothing: these shares still hold parts."""
         for _, peer, tag in unwritten:
             if (peer, tag) in self._receives and self._meaning(tag)[0] is _Kind.SUM:
                 self._states[self._meaning(tag)[1]] = State.SENT
 
-    def frontier(self) -> bytes:
-        """This rank's progress in the step, as bytes for the other ranks' `resume`."""
-        return frontier_of(self.step, self._states, [rank in self._known for rank in range(self.world_size)])
-
-    def resume(self, frontiers: Sequence[bytes], *, reads_in_place: bool | None = None) -> None:
-        """Resume the step over new links to the same ranks, after the old links were closed.
-
-        A share that its owner has summed is sent to the ranks that lack it; other shares are summed again from all
-        parts.
-
-        Args:
-            frontiers: Every rank's `frontier()`, in rank order; b"" for a rank that has begun nothing.
-            reads_in_place: Whether the new links lend parts; None: as the old ones.
-
-        Raises:
-            HandshakeRefused: A rank has not contributed to a summed share (it dropped its window, or is a new process),
-                or has lost its part of a share that is not summed to a damaged message.
-            ProtocolError: The frontiers contradict each other; names rank and share. Nothing has changed.
-        """
-        states, known = frontiers_of(frontiers, self.rank, self.frontier(), self._owners, self.world_size)
-        is_summed = states[self._owners, range(len(self._shares))] == State.SUMMED
-        for number in np.flatnonzero(~is_summed).tolist():
-            self._states[number] = State.LOCAL  # RECEIVING too: an owner that has no sum has sent none
-        if reads_in_place not in {None, self.reads_in_place}:
-            self._make_room(bool(reads_in_place))
-        self._parity = self.step % 2  # a new process among the ranks knows nothing else
-        self._reconnect()
-        # First what is summed: those shares had rows when the links ended, so there is a row for each that is received.
-        for number in np.flatnonzero(is_summed).tolist():
-            share = self._shares[number]
-            if share.owner == self.rank:
-                self._lacking[number] = np.flatnonzero(states[:, number] != State.SUMMED).tolist()
-                if self._lacking[number]:
-                    self._waiting[True].append(share)
-            elif self._states[number] != State.SUMMED:
-                self._states[number] = State.RECEIVING
-                self._waiting[False].append(share)
-        if self.rank in self._known:
-            self._send_facts(np.flatnonzero(known[:, self.rank] == 0).tolist())
-        for share in self._shares[: self._ready.count]:
-            if self._states[share.number] == State.LOCAL:
-                self._waiting[share.owner == self.rank].append(share)
-        self._give_rows()
+    def drop(self) -> None:
+        """Forget what this rank holds of the step, which it drops; the links have ended."""
+        self._states[:] = bytes(len(self._states))
 
     # ---- a step ----
 
     def _begin(self) -> None:
+        """Begin a step, and receive what other ranks send without a request: facts and parts."""
         self._ready.restart()
         self._states[:] = bytes(len(self._states))
         self._known: set[int] = set()  # owners whose facts are complete here, this rank among them
-        if self.rank in self._facts:
-            self._finds(self.rank)[:] = _NOT_FOUND
-        self._reconnect()
-
-    def _reconnect(self) -> None:
-        """Forget all transfers, and receive what other ranks send without a request: facts and parts."""
         self._outbox = []
         self._sends: set[tuple[int, int]] = set()  # that are not over
         self._receives: set[tuple[int, int]] = set()
-        self._free += [incoming.memory for incoming in self._open.values()]
-        self._open = {}
-        for number in [*self._rows]:
-            self._release(self._shares[number])
         self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # for a row: shares of others, own ones
-        self._lacking: dict[int, list[int]] = {}  # the ranks that an own sum is to be sent to, where not to all
-        self._unsummed = {number for number in self._sums if self._states[number] != State.SUMMED}
-        self._unopened = deque([self._shares[n] for n in self._sums if self._states[n] != State.SUMMED])
+        self._unsummed = {*self._sums}
+        self._unopened = deque([self._shares[number] for number in self._sums])
         for owner, facts in self._facts.items():
-            if owner != self.rank and owner not in self._known:
+            if owner == self.rank:
+                self._finds(owner)[:] = _NOT_FOUND
+            else:
                 self._receive(owner, _Kind.FACTS, owner, facts)
         self._open_shares()
 
@@ -434,18 +414,13 @@ class OrderedAllReduce:
             while waiting and free:
                 share = waiting.popleft()
                 self._rows[share.number] = free.pop()
-                if self._states[share.number] == State.RECEIVING:
-                    self._receive(share.owner, _Kind.SUM, share.number, self._memory(share))
-                elif self._is_copied:
+                if self._is_copied:
                     self._receive(self.rank, _Kind.PART, share.number, self._memory(share))
                 else:
                     self._go_on(share)
 
     def _go_on(self, share: Share) -> None:
-        """Send or sum a share whose memory now holds what the arena held: this rank's part, or an own sum."""
-        if self._states[share.number] == State.SUMMED:
-            self._send_sum(share)
-            return
+        """Send or sum a share whose memory now holds this rank's part."""
         self._states[share.number] = State.SENT
         if share.owner == self.rank:
             self._sum_if_complete(share)
@@ -469,7 +444,8 @@ class OrderedAllReduce:
         self._unsummed.remove(share.number)
         if not self._unsummed:
             self._known.add(self.rank)
-            self._send_facts(self._others)
+            for rank in self._others:
+                self._send(rank, _Kind.FACTS, self.rank, self._facts[self.rank])
 
     def _release(self, share: Share) -> None:
         self._free_rows[share.owner == self.rank].append(self._rows.pop(share.number))
@@ -524,15 +500,10 @@ class OrderedAllReduce:
     # ---- messages ----
 
     def _send_sum(self, share: Share) -> None:
-        ranks = self._lacking.pop(share.number, self._others)
-        for rank in ranks:
+        for rank in self._others:
             self._send(rank, _Kind.SUM, share.number, self._memory(share))
-        if not ranks:
+        if not self._others:
             self._release(share)
-
-    def _send_facts(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._send(rank, _Kind.FACTS, self.rank, self._facts[self.rank])
 
     def _send(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
         tag = self._tag(kind, number)
@@ -570,7 +541,7 @@ class OrderedAllReduce:
         got, expected = f"{self.described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
         return ProtocolError(f"{what} {self._named(peer)} out of turn", got=got, expected=expected)
 
-    # ---- facts and frontiers ----
+    # ---- facts ----
 
     def _finds(self, owner: int) -> Float64:
         """The index and value of each rank's first non-finite element in an owner's shares."""
@@ -591,3 +562,15 @@ class OrderedAllReduce:
 
 def _largest(shares: Sequence[Share]) -> int:
     return max([share.size for share in shares], default=0)
+
+
+def refuse_bad_arena(layout: GradientLayout, arena: Float32) -> None:
+    """Raise `CallerError` unless the arena is flat contiguous fp32 memory of the layout's size."""
+    refuse_other_kind("layout", layout, GradientLayout)
+    refuse_other_kind("arena", arena, np.ndarray)
+    if arena.shape != (layout.arena_size,) or arena.dtype != np.float32 or not arena.flags.c_contiguous:
+        raise CallerError(
+            "arena does not fit the layout",
+            got=f"{arena.dtype} {arena.shape}",
+            expected=f"contiguous float32 ({layout.arena_size},)",
+        )

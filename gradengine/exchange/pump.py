@@ -8,38 +8,112 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
-from gradengine.exchange.interface import checked_seconds
-from gradengine.exchange.links.link import Completed, Completion, Idle, Link, refuse_foreign
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
-from gradengine.exchange.patience import Late, Patience
-from gradengine.exchange.shares import refuse_started
-from gradengine.exchange.transfers import Borrow, Copy, Receive, Send
+from gradengine.exchange.links.link import (
+    VANISHED_SECONDS,
+    Borrow,
+    Completed,
+    Completion,
+    Idle,
+    Link,
+    Receive,
+    Send,
+    Transfer,
+    refuse_foreign,
+)
+from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
 from gradengine.kernels.cuda_device import DeviceArena
-from gradengine.layout import Span
 from gradengine.threads import Bell
 
+logger = logging.getLogger("gradengine.exchange")
+
+DEFAULT_TIMEOUT = 300.0  # seconds
+DEFAULT_JOIN_TIMEOUT = 60.0  # seconds
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
+_WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
+_PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
+# Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
+# waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather.
+_GRACE_SECONDS = 1.0
 
 
-@final
+class Late(NamedTuple):
+    """Whom this rank, or others, wait for."""
+
+    ranks: Sequence[int]
+    where: str  # the step, or what else they do
+    error: str  # what an error says about it
+    grace: float = 0.0  # seconds for which this rank waits longer than one that waits for the rank at fault itself
+
+
+class Patience:
+    """Counts the seconds for which nothing has moved.
+
+    Args:
+        clock: The clock of all seconds here.
+
+    Example:
+        >>> now = [0.0]
+        >>> patience = Patience(lambda: now[0])
+        >>> now[0] = 1e6  # a scheduler has suspended all processes of the job
+        >>> patience.waited()
+        0.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._was_paused = clock, False
+        self._since = self._looked_at = clock()
+        self._warns_at = _WARN_SECONDS
+
+    def waited(self, moved_at: float = 0.0) -> float:
+        """Return the seconds since `moved_at`, or since the beginning; anew where this process itself stood still.
+
+        To be asked often: the time from one look to the next is taken for a pause if it is over a second.
+        """
+        now = self._clock()
+        is_paused = now - self._looked_at > _PAUSE_SECONDS
+        # With one pause right after another the machine is slow, and the time passes.
+        if is_paused and not self._was_paused:
+            self._since = now
+        self._looked_at, self._was_paused = now, is_paused
+        waited = now - max(self._since, moved_at)
+        if waited < _WARN_SECONDS:
+            self._warns_at = _WARN_SECONDS
+        return waited
+
+    def look(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
+        """Log for whom this end of a link has waited, and lose ranks whose machines vanished, when it is time."""
+        if waited > VANISHED_SECONDS:
+            link.lose_vanished()
+        if waited >= self._warns_at:
+            while waited >= self._warns_at:
+                self._warns_at *= 2
+            ranks, where, *_ = late()
+            names = ", ".join(map(link.named, ranks))
+            logger.warning("%s has waited %.0f s for %s (%s)", link.named(link.rank), waited, names, where)
+
+
 class Pump(NotCopied, instead="make one for each link"):
     """Runs one rank's gathers and all-reduce over a link, until it is closed or fails.
 
     It has a thread from the first span that is sent in the background to the end of the step. One thread makes the
-    calls; any may close the pump. After an error, or to resume a step: `close`, `resume` the all-reduce with the
-    frontiers of all ranks, and make another pump over a new link.
+    calls; any may close the pump.
 
     Args:
         link: The link to the other ranks; closed with the pump, and when the pump fails.
         clock: The clock of the seconds of `wait` and `gather`.
+
+    Attributes:
+        lock: Is held around each call of the all-reduce and of a gather.
+        moved_at: The clock's time at which bytes were moved, or work was begun, for the last time.
 
     Example:
         >>> from gradengine.exchange.links.threads import thread_links
@@ -54,14 +128,12 @@ class Pump(NotCopied, instead="make one for each link"):
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where shares are copied from and to
         self._gather: Gather | None = None  # the one that is under way
-        self._handed: set[int | str] = set()  # keys of the spans of this step, those of `_spans` among them
-        self._spans: deque[Span] = deque()  # that the next turn is to start
         self._over: deque[Completion] = deque()  # transfers and copies that are over, and not reported yet
-        self._lock = threading.RLock()  # under which all-reduce and gather are called
+        self.lock = threading.RLock()
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None
-        self._is_closing, self._moved_at, self._moved_bytes = False, clock(), 0
+        self._is_closing, self.moved_at, self._moved_bytes = False, clock(), 0
         self._idle = Idle(link)
         self._is_starting = False  # a thread
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does
@@ -71,34 +143,24 @@ class Pump(NotCopied, instead="make one for each link"):
 
         `arena` is the device's arena that is summed, None for a host's.
         """
-        with self._lock:
+        with self.lock:
             self._all_reduce, self._arena = all_reduce, arena
-            self._have_moved(in_background=True)
+            self.wake(in_background=True)
 
-    def start(self, *spans: Span, in_background: bool = True) -> None:
-        """Send spans, which hold all that this rank contributes; returns at once.
-
-        If the pump ends before it has begun a span, `OrderedAllReduce.is_started` is False: start the span again.
-
-        Args:
-            spans: Spans that were not started in this step.
-            in_background: Send them from now on; else in the next `wait` or `gather`, or with others in the background.
+    def wake(self, *, in_background: bool) -> None:
+        """Go on with new work, in the background or in the next `wait` or `gather`; call it with `lock` held.
 
         Raises:
-            WindowError: A span was started before; none of these is started now.
-            ExchangeError: As `wait`; none of the spans is started.
+            ExchangeError: As `wait`.
         """
-        refuse_started(spans, lambda span: span.key in self._handed or self._sums.is_started(span))
-        with self._lock:
-            self._refuse_failed()
-            self._handed.update(span.key for span in spans)
-            self._spans.extend(spans)
-            self._have_moved(in_background=in_background)
-
-    @property
-    def moved_at(self) -> float:
-        """The clock's time at which bytes were moved, or a span started, for the last time."""
-        return self._moved_at
+        self.refuse_failed()
+        self.moved_at = self._clock()
+        if self._turner:
+            self._link.bell.ring()
+        elif in_background and not self._is_starting and self._has_work:
+            with contextlib.suppress(RuntimeError):  # the process can have no more: all is moved in `wait`
+                _thread.start_new_thread(self._run, ())
+                self._is_starting = True
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
@@ -112,42 +174,31 @@ class Pump(NotCopied, instead="make one for each link"):
             ProtocolError: A rank sent an invalid message, or one that was damaged on the way.
             ExchangeError: The thread failed otherwise, for lack of memory perhaps; see the error's cause.
         """
-        all_reduce = self._sums
-        self._wait_until(lambda: all_reduce.is_done, checked_seconds("timeout", timeout), self._late_for_sums)
+        self._wait_until(self._sums, timeout, self._late_for_sums)
 
     def gather(self, data: bytes, timeout: float, what: str = "a gather (end of step or barrier)") -> list[bytes]:
         """Every rank's `data`, in rank order, then the server's if there is one; spans may be sent at the same time.
 
         Args:
-            data: This rank's data, at most 16 MiB.
+            data: This rank's data, at most 1 MiB.
             timeout: Seconds without a byte that is moved, after which this fails.
             what: The name of this gather in errors.
 
         Raises:
-            CallerError: The data are longer than 16 MiB.
+            CallerError: The data are longer than 1 MiB.
             DeadlineExceeded: Some ranks were late; names them.
-            PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 16 MiB.
+            PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 1 MiB.
         """
-        link, seconds = self._link, checked_seconds("timeout", timeout)
-        gather = Gather(link.rank, link.world_size, data, link.hub)
-        with self._lock:
-            self._refuse_failed()
+        gather = Gather(self._link.rank, self._link.world_size, data, self._link.hub)
+        with self.lock:
+            self.wake(in_background=False)
             if self._gather is not None:
                 what = "a gather is under way, or was interrupted"
                 raise WindowError(what, do=f"call from one thread; or close the exchange, and {self._link.way_on}")
             self._gather = gather
-            self._have_moved(in_background=False)
-        self._wait_until(lambda: gather.is_done, seconds, lambda: self._late_for(gather, what))
+        self._wait_until(gather, timeout, lambda: self._late_for(gather, what))
         self._gather = None
         return gather.parts
-
-    def next_step(self) -> None:
-        """Begin the next step, when all ranks have said that they are done; see `OrderedAllReduce.next_step`."""
-        self._start_handed()
-        with self._lock:
-            self._refuse_failed()
-            self._sums.next_step()
-            self._handed.clear()
 
     def close(self) -> None:
         """End the thread and close the link, after which nothing writes to the arena. May be called twice."""
@@ -159,22 +210,12 @@ class Pump(NotCopied, instead="make one for each link"):
         try:
             self._end_copies()
         finally:
-            self._link.close()
-            self._keep_parts()
+            self._end()
 
     # ---- in the thread that moves all this ----
 
-    def _have_moved(self, *, in_background: bool) -> None:
-        """Start or wake the thread if there is work for it; called under the lock."""
-        if self._turner:
-            self._link.bell.ring()
-        elif in_background and not self._is_starting and self._has_work:
-            with contextlib.suppress(RuntimeError):  # the process can have no more: all is moved in `wait`
-                _thread.start_new_thread(self._run, ())
-                self._is_starting = True
-
     def _run(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._turner:  # a call that was interrupted in between has started this thread, the next one another
                 return
             self._is_starting, self._turner = False, _thread.get_ident()
@@ -186,7 +227,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _goes_on(self) -> bool:
         """Whether this thread is still needed; if it is not, waiting threads are woken."""
-        with self._lock:
+        with self.lock:
             if self._has_work and not self._is_closing and self._failure is None:
                 return True
             self._turner = 0
@@ -195,7 +236,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _move_or_wait(self, seconds: float) -> None:
         """Make a turn in this waiting thread; or, if another thread makes turns, wait for it for so long."""
-        with self._lock:
+        with self.lock:
             is_moved = self._turner or self._is_starting
             if not is_moved:
                 self._turner = _thread.get_ident()
@@ -221,31 +262,30 @@ class Pump(NotCopied, instead="make one for each link"):
 
     @property
     def _has_work(self) -> bool:
-        is_gathering = self._gather is not None and not self._gather.is_done
-        is_summing = self._all_reduce is not None and self._all_reduce.is_begun and not self._all_reduce.is_done
-        return is_gathering or is_summing or bool(self._spans)
+        return (self._gather is not None and not self._gather.is_done) or self._is_summing
+
+    @property
+    def _is_summing(self) -> bool:
+        return self._all_reduce is not None and bool(self._all_reduce.started) and not self._all_reduce.is_done
 
     def _turn(self) -> bool:
-        """Handle finished transfers, start handed-over spans, and begin transfers; returns whether there were any."""
+        """Handle finished transfers, and begin the next ones; returns whether there were any."""
         self._over.extend(self._link.poll())
         if self._link.moved_bytes != self._moved_bytes:  # a slow network is no late rank
-            self._moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
+            self.moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
         if self._arena is not None:
             self._over.extend(self._arena.poll())
         is_any_over = bool(self._over)
         while self._over:
-            with self._lock:
-                self._moved_at = self._clock()
+            with self.lock:
+                self.moved_at = self._clock()
                 self._report(self._over.popleft())
             self._begin()
-        self._start_handed()
         return self._begin() or is_any_over
 
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         if kind is Completed.DAMAGED:
-            if not is_of_gather(tag):
-                self._sums.damaged(peer, tag)
             raise self._link.damaged(peer, self._described(tag))
         if is_of_gather(tag):
             assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
@@ -257,23 +297,21 @@ class Pump(NotCopied, instead="make one for each link"):
         else:
             self._sums.received(peer, tag, self._link.borrowed(peer, tag))
 
-    def _start_handed(self) -> None:
-        """Start the spans that were handed over."""
-        with self._lock:
-            for _ in range(len(self._spans)):
-                self._moved_at = self._clock()
-                self._sums.start(self._spans.popleft())
-
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; returns whether there were any."""
-        with self._lock:
-            transfers = [] if self._gather is None else self._gather.transfers()
+        with self.lock:
+            gather, all_reduce = self._gather, self._all_reduce
+            transfers: list[Transfer | Copy] = [] if gather is None else [*gather.transfers()]
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
             # But where another rank has begun it, what that one tells waits behind the parts that it has sent.
-            if self._all_reduce is not None and (self._all_reduce.is_begun or self._is_behind):
-                transfers += self._all_reduce.transfers()
-            if not self._has_work or (self._gather is not None and self._gather.is_done):
+            if all_reduce is not None and (all_reduce.started or self._is_behind):
+                transfers += all_reduce.transfers()
+            if not self._is_summing if gather is None else gather.is_done:
                 self._news.ring()  # else whoever waits would take the GIL from the sums for nothing
+        self._make(transfers)
+        return bool(transfers)
+
+    def _make(self, transfers: Sequence[Transfer | Copy]) -> None:
         for transfer in transfers:
             if isinstance(transfer, Send):
                 self._link.send(*transfer)
@@ -285,7 +323,6 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._copy(transfer)
             else:
                 self._link.release(*transfer)
-        return bool(transfers)
 
     @property
     def _is_behind(self) -> bool:
@@ -300,7 +337,7 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _end_copies(self) -> None:
         """Wait for the copies, and report them: a part that a sum has begun to overwrite must become the sum."""
-        with self._lock:
+        with self.lock:
             self._report_copies()
 
     def _report_copies(self) -> None:
@@ -313,18 +350,17 @@ class Pump(NotCopied, instead="make one for each link"):
             for completion in self._arena.poll(waits=True):
                 self._report(completion)
 
-    def _keep_parts(self) -> None:
-        """Tell the all-reduce which sums had not begun to arrive when the link was closed; only once."""
-        unwritten, self._link.unwritten = self._link.unwritten, ()
+    def _end(self) -> None:
+        """Close the link, and report to the all-reduce which sums had not begun to arrive."""
+        self._link.close()
         if self._all_reduce is not None:
-            with self._lock:
-                self._all_reduce.keep_parts(unwritten)
+            with self.lock:
+                self._all_reduce.end(self._link.unwritten)
 
     def _fail(self, fault: BaseException) -> None:
         self._failure = self._failure or fault  # the second is that the link is closed
         try:
-            self._link.close()  # the other ranks wait for this one in vain
-            self._keep_parts()
+            self._end()  # the other ranks wait for this one in vain
             self._end_copies()  # nothing is told of them any more, and the rows may go
         finally:
             self._turner = 0
@@ -337,26 +373,30 @@ class Pump(NotCopied, instead="make one for each link"):
         assert self._all_reduce is not None, "run() comes first"  # noqa: S101
         return self._all_reduce
 
-    def _wait_until(self, is_done: Callable[[], bool], seconds: float, late: Callable[[], Late]) -> None:
+    def _wait_until(self, work: OrderedAllReduce | Gather, seconds: float, late: Callable[[], Late]) -> None:
         patience, is_late = Patience(self._clock), False
         while True:
-            with self._lock:
-                if is_done():
+            with self.lock:
+                if work.is_done:
                     self._link.has_failed, self._link.lost = False, None
                     return
-                self._refuse_failed()
-                waited = patience.waited(self._moved_at)
-                patience.look(waited, self._link, late)
-                was_late, is_late = is_late, waited > seconds
+                self.refuse_failed()
+                waited = patience.waited(self.moved_at)
+                if waited >= _WARN_SECONDS:
+                    patience.look(waited, self._link, late)
+                was_late, is_late = is_late, waited > seconds and waited > seconds + late().grace
                 if was_late and is_late:
-                    (self._link.lost, *_), _, what = late()
-                    self._link.has_failed = True
-                    do = "check whether the late ranks still run"
-                    raise DeadlineExceeded(what, got=f"nothing for {seconds:g} s", do=do)
+                    raise self._too_late(late(), seconds)
             # Before it gives up it sees what has come meanwhile.
             self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
 
-    def _refuse_failed(self) -> None:
+    def _too_late(self, late: Late, seconds: float) -> DeadlineExceeded:
+        self._link.lost, self._link.has_failed = late.ranks[0], True
+        do = "check whether the late ranks still run"
+        return DeadlineExceeded(late.error, got=f"nothing for {seconds:g} s", do=do)
+
+    def refuse_failed(self) -> None:
+        """Raise what has ended this pump, if anything has."""
         if self._is_closing:
             raise PeerLost(f"rank {self._link.rank} has closed its pump", do=self._link.way_on)
         if self._failure is not None:
@@ -374,12 +414,13 @@ class Pump(NotCopied, instead="make one for each link"):
         if late is None:
             what = f"rank {rank} waits for step {step} and has not started all of its spans"
             return Late([rank], f"step {step}", what)
-        peer, missing = late
-        what = f"{self._link.named(peer)} is late: rank {rank} waits for {missing} in step {step}"
-        return Late([peer], f"step {step}", what)
+        what = f"{self._link.named(late.peer)} is late: rank {rank} waits for {late.what} in step {step}"
+        return Late([late.peer], f"step {step}", what, 0.0 if late.is_part else _GRACE_SECONDS)
 
     def _late_for(self, gather: Gather, what: str) -> Late:
         late = gather.awaited
         who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
+        is_joining = self._all_reduce is None
         where = what if self._all_reduce is None else f"step {self._all_reduce.step}"
-        return Late(late, where, f"{who} late for {what}, rank {self._link.rank} waits")
+        error = f"{who} late for {what}, rank {self._link.rank} waits"
+        return Late(late, where, error, 0.0 if is_joining else 2 * _GRACE_SECONDS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradengine.arguments import refuse_unknown, said
 from gradengine.arrays.shared import refuse_without_shared_memory
 from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.addresses import Address
 from gradengine.exchange.rendezvous import address_of, everywhere, is_loopback
-from gradengine.layout.unpacking import unpack
 
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is beside rank 0)
@@ -32,10 +33,9 @@ def own_host(called: str, host: str) -> str:
     return everywhere().strip("[]")
 
 
-def addresses_of(packed: bytes, count: int, host_of_rank_0: str) -> list[Address]:
+def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> list[Address]:
     """The addresses of `count` ranks, from the list that rank 0 sent."""
-    urls = unpack(packed, "the list of ranks")
-    if not isinstance(urls, list) or len(urls) != count:
+    if len(urls) != count:
         raise ProtocolError("rank 0 sent an invalid list of ranks", got=urls, expected=f"{count} URLs")
     addresses = [address_told(url) for url in urls]
     return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]

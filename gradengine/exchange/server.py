@@ -7,29 +7,40 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from gradengine.arguments import checked_rank, whole_number
-from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost, refuses_renamed
+from gradengine.arguments import checked_rank, checked_seconds, whole_number
+from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost, ProtocolError, refuses_renamed
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, url_of
+from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
-from gradengine.exchange.hub import Hub
-from gradengine.exchange.interface import (
-    DEFAULT_BUCKET_BYTES,
-    DEFAULT_JOIN_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    checked_seconds,
+from gradengine.exchange.hello import (
+    Hello,
+    ServerHello,
+    hellos_of,
+    layout_of,
+    packed_hello,
+    refuse_differing,
+    refuse_large,
 )
+from gradengine.exchange.links.link import Completion, Transfer
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.listener import Listener
 from gradengine.exchange.mesh import link_to_ranks
+from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
+from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late, Patience, Pump
+from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
+from gradengine.kernels import HostKernels
+from gradengine.layout import GradientLayout, Span
 from gradengine.threads import Bell
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LOOK_SECONDS = 0.1  # until `serve` looks again
+DEFAULT_BUCKET_BYTES = 1 << 21  # of what a server sums at a time: four of them are in flight
+_LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
 _CLOSE_SECONDS = 60.0  # for the thread, which looks several times a second whether it is to end
 
 
@@ -200,3 +211,151 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         finally:
             self._group = None
         return None
+
+
+@final
+class Hub(Pump, instead="make one for each group"):
+    """Serves one group over a link to all of its ranks: a pump whose gathers and steps begin as a rank begins them.
+
+    It has memory only for the shares in flight. Gathers go through it too: in the first one the ranks are compared, as
+    in every group, and in the second one rank 0 sends its layout, which the server cuts into shares.
+
+    Args:
+        link: The server's link; closed at the end.
+        timeout: Seconds without a finished transfer after which a rank that others wait for is given up.
+        bucket_bytes: Bytes of a share.
+        most_bytes: The largest arena of a layout.
+        clock: The clock of all seconds here.
+    """
+
+    def __init__(
+        self,
+        link: SocketLink,
+        *,
+        timeout: float,
+        bucket_bytes: int,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(link, clock=clock)
+        self._ranks, self._timeout, self._patience = link, timeout, Patience(clock)
+        self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
+        self._hellos: list[Hello] = []
+        self._spans: Sequence[Span] = ()
+        self._is_gathering = False  # whether a rank has begun the gather
+        self._next_gather(packed_hello(ServerHello(bucket_bytes, most_bytes)))
+        self._is_in_step = False  # whether a rank has begun the step
+
+    def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
+
+        Raises:
+            PeerLost: A rank left that others wait for; names it.
+            DeadlineExceeded: A rank that others wait for was too late; names it.
+            HandshakeRefused: The ranks differ in a setting that must be the same.
+            ProtocolError: A rank sent what it should not, or it was damaged on the way.
+        """
+        try:
+            while not (is_closing() or self._is_over()):
+                if not self._turn():
+                    self._refuse_late()
+                    self._ranks.bell.wait(min(self._timeout, _LOOK_SECONDS))
+        finally:
+            self._ranks.close()
+
+    @property
+    def step(self) -> int | None:
+        """The number of the open step; None before the ranks have been compared."""
+        return None if self._all_reduce is None else self._all_reduce.step
+
+    # ---- inside ----
+
+    def _report(self, completion: Completion) -> None:
+        try:
+            super()._report(completion)
+        except ProtocolError:
+            self._ranks.lost = completion.peer  # the others are told whose fault it is
+            raise
+        if self._gathered.is_done:
+            parts = self._gathered.parts[:-1]
+            self._next_gather(b"")
+            self._look_at(parts)
+        if self._all_reduce is not None and self._all_reduce.is_done:
+            self._all_reduce.next_step()
+            self._begin_step(self._all_reduce)
+
+    def _begin(self) -> bool:
+        """Begin the transfers that are to be made now; returns whether there were any.
+
+        Nothing is received for a gather or step that no rank has begun, so that a rank may leave before it.
+        """
+        held = [is_of_gather(tag) for tag in self._ranks.held()]
+        self._is_gathering = self._is_gathering or True in held
+        self._is_in_step = self._is_in_step or (False in held and self._all_reduce is not None)
+        transfers: list[Transfer | Copy] = [*self._gathered.transfers()] if self._is_gathering else []
+        if self._is_in_step:
+            transfers += self._sums.transfers()
+        if transfers:
+            self.moved_at = self._clock()
+        self._make(transfers)
+        return bool(transfers)
+
+    def _next_gather(self, own: bytes) -> None:
+        self._gather = self._gathered = Gather(self._ranks.rank, self._ranks.world_size, own, self._ranks.hub)
+        self._is_gathering = False
+
+    def _look_at(self, parts: list[bytes]) -> None:
+        """Compare the ranks by their first gathers, as each of them does; later gathers are not looked at."""
+        if not self._hellos:
+            self._hellos, _ = hellos_of(parts)
+            return
+        if self._all_reduce is not None:
+            return
+        refuse_differing(self._hellos, parts)
+        layout, ranks = self._layout_of(parts[0]), self._ranks.world_size
+        shares = shares_of(layout, ranks, self._bucket_bytes, owner=ranks)
+        step, self._spans = self._hellos[0].step, layout.spans
+        self._all_reduce = OrderedAllReduce(ranks, ranks, layout, shares, None, HostKernels(), step=step)
+        self._begin_step(self._all_reduce)
+
+    def _layout_of(self, table: bytes) -> GradientLayout:
+        layout = layout_of(0, table)
+        if layout.fingerprint != self._hellos[0].layout:
+            what, expected = "rank 0 sent the table of another layout", self._hellos[0].layout
+            raise ProtocolError(what, got=layout.fingerprint, expected=expected)
+        refuse_large(layout, self._most_bytes)
+        return layout
+
+    def _begin_step(self, all_reduce: OrderedAllReduce) -> None:
+        self._is_in_step = False
+        all_reduce.start(*self._spans)
+
+    def _is_over(self) -> bool:
+        """Whether all ranks have left."""
+        if len(self._ranks.gone()) < self._ranks.world_size:
+            return False
+        if self._all_reduce is None:
+            raise PeerLost("all ranks left before they had been compared", do="look at the ranks' own errors")
+        if self._is_gathering or self._is_in_step:
+            return False  # as the next turn finds
+        self._ranks.refuse_unsaid()
+        return True
+
+    def _refuse_late(self) -> None:
+        waited, late = self._patience.waited(self.moved_at), self._late()
+        if late is not None and waited > self._timeout:
+            raise self._too_late(late, self._timeout)
+        if late is not None:
+            self._patience.look(waited, self._ranks, lambda: late)
+
+    def _late(self) -> Late | None:
+        """Whom others wait for; None if nobody waits."""
+        late = self._all_reduce.awaited if self._all_reduce is not None and self._is_in_step else None
+        if late is not None:
+            ranks, what = [late.peer], f"{late.what} in step {self._sums.step}"
+        elif self._is_gathering:
+            ranks, what = self._gathered.awaited, "a gather (end of step or barrier)"
+        else:
+            return None
+        where = "joining" if self._all_reduce is None else f"step {self._all_reduce.step}"
+        return Late(ranks, where, f"rank {ranks[0]} is late: others wait for {what}")

@@ -7,7 +7,7 @@ neither on the bucket size nor on the number of ranks nor on who owns what.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -97,47 +97,38 @@ class ReadyShares:
     """The shares of a step that can be sent, in the same order on all ranks, in whatever order spans complete.
 
     Attributes:
+        started: The keys of the spans that are complete.
         count: How many leading shares can be sent.
     """
 
     def __init__(self, layout: GradientLayout, shares: Sequence[Share]) -> None:
         self._spans, self._shares = layout.spans, shares
-        self.restart()
+        self.started: set[int | str] = set()
+        self._leading = self.count = 0
 
     def restart(self) -> None:
         """Begin another step, in which no span is complete."""
-        self._started: set[int | str] = set()
+        self.started.clear()
         self._leading = self.count = 0
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no span is complete."""
-        return not self._started
-
-    def is_complete(self, span: Span) -> bool:
-        """Whether this span is complete."""
-        return span.key in self._started
+    def refuse_started(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Return these spans; raises `WindowError` if one of them is complete, or given twice."""
+        keys = [getattr(span, "key", None) for span in spans]
+        for span in spans:
+            refuse_other_kind("span", span, Span)
+            if span.key in self.started or keys.count(span.key) > 1:
+                raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        return spans
 
     def complete(self, span: Span) -> Sequence[Share]:
-        """Note that a span is complete, and return the shares that can now be sent; `WindowError` if it was before."""
-        refuse_started((span,), self.is_complete)
-        self._started.add(span.key)
-        while self._leading < len(self._spans) and self._spans[self._leading].key in self._started:
+        """Note that a span is complete, and return the shares that can now be sent."""
+        self.started.add(span.key)
+        while self._leading < len(self._spans) and self._spans[self._leading].key in self.started:
             self._leading += 1
         first = self.count
         while self.count < len(self._shares) and self._shares[self.count].spans <= self._leading:
             self.count += 1
         return self._shares[first : self.count]
-
-
-def refuse_started(spans: Sequence[Span], is_started: Callable[[Span], bool]) -> None:
-    """Raise an error unless these are spans, none of them started already or given twice."""
-    keys: set[int | str] = set()
-    for span in spans:
-        refuse_other_kind("span", span, Span)
-        if span.key in keys or is_started(span):
-            raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        keys.add(span.key)
 
 
 def _buckets(layout: GradientLayout, size: int) -> Iterator[tuple[int, list[PlacedChunk]]]:

@@ -1,4 +1,4 @@
-// What workers have told each other of a step, added up in rank order, and whether they are in one step, set alike.
+// What workers have told each other of a step, added up in rank order, and whether they are in one step, with one loss scale.
 //
 // One thread: a few numbers of each worker, and nothing to do meanwhile that could hide that.
 
@@ -9,10 +9,10 @@ struct Told {  // as reduction/device_sums.py writes it; behind it flags that on
   double weight;
   double micro_batches;
   u64 step;              // how many were before it
-  u64 settings;          // a digest of them
+  u64 loss_scale;        // its bits
 };
 
-enum : u32 { OTHER_STEP = 1, OTHER_SETTINGS = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as result.py reads them
+enum : u32 { OTHER_STEP = 1, OTHER_SCALE = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as result.py reads them
 
 __device__ __forceinline__ double not_a_number(u64 payload) {
   return __longlong_as_double((i64)(0x7ff8000000000000ull | payload));
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
     divisor += one.divisor, weight += one.weight, micro_batches += one.micro_batches;
     if (found) continue;
     if (one.step != first.step) found = OTHER_STEP + (u64)FAULTS * rank;
-    else if (one.settings != first.settings) found = OTHER_SETTINGS + (u64)FAULTS * rank;
+    else if (one.loss_scale != first.loss_scale) found = OTHER_SCALE + (u64)FAULTS * rank;
   }
   if (!found && !(micro_batches > 0.0)) found = NO_MICRO_BATCH;
   sums[0] = found ? not_a_number(found) : divisor;

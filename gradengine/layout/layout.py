@@ -12,12 +12,11 @@ import msgpack
 
 from gradengine.arguments import as_index, checked_rank, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.dlpack import MAX_DIMENSIONS
-from gradengine.errors import CallerError, Fixed, LayoutMismatch, ProtocolError
+from gradengine.errors import CallerError, Fixed, LayoutMismatch
 from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_components, refuse_unsupported
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Block, Order, Row, Slot, Span, refuse_bad_rows, slots_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
-from gradengine.layout.unpacking import unpack
 from gradengine.threads import cached_property
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
@@ -314,7 +313,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
     """The layout that a worker's table describes; raises `LayoutMismatch` if the table is not valid."""
     refuse_other_kind("a layout table", table, bytes)
     try:
-        table_rows, order, *part = unpack(table, "a layout table")
+        table_rows, order, *part = msgpack.unpackb(table, max_ext_len=0)
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
         rows = [
             _row(str(name), shape, None if block is None else str(block), partition, order)
@@ -323,7 +322,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
         return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
     except LayoutMismatch:
         raise
-    except (ValueError, TypeError, CallerError, ProtocolError) as fault:
+    except (ValueError, TypeError, RecursionError, CallerError) as fault:
         raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
 
 

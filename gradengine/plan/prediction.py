@@ -9,7 +9,7 @@ from typing import Any
 
 from gradengine.arguments import MOST_RANKS, as_float, out_of_range, refuse_other_kind, refuse_unknown, whole_number
 from gradengine.errors import CallerError
-from gradengine.exchange.linked import DEFAULT_SHARE_BYTES
+from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES
 from gradengine.exchange.ordered_all_reduce import IN_FLIGHT
 from gradengine.layout import GradientLayout
 from gradengine.layout.cost import Bandwidth, TensorParallelCost

@@ -9,8 +9,7 @@ and which components it had no gradient for.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -19,7 +18,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import PeerLost
 from gradengine.exchange.device_calls import DeviceCalls
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
 from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass
 from gradengine.kernels.decision import Scalar
@@ -49,7 +48,6 @@ class DeviceSums:
         calls: The exchange's.
         accumulator: What is summed; its kernels are a GPU's.
         plan: By which K2 decides of it.
-        bucket_bytes: Bytes of a share. The memory that this takes is as much for each rank.
 
     Raises:
         OutOfDeviceMemory: The device has not so much left.
@@ -62,15 +60,15 @@ class DeviceSums:
         calls: DeviceCalls,
         accumulator: PerBlockGradientAccumulator,
         plan: ClipPlan,
-        bucket_bytes: int,
     ) -> None:
         assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (asked for of a GPU alone)
         self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
         self._device = device = accumulator.kernels.device
         self._rank, self._ranks = exchange.rank, exchange.world_size
         self._verdict = self._kernels.decision(accumulator.arena, plan).memory
-        shares = shares_of(accumulator.layout, self._ranks, self._ranks * bucket_bytes)
+        shares = shares_of(accumulator.layout, self._ranks, self._ranks * exchange.bucket_bytes)
         self._ready = ReadyShares(accumulator.layout, shares)
+        self.started = self._ready.started  # keys of the spans that were started in this step
         with device.active():
             self._stream = device.xp.cuda.Stream(non_blocking=True)
         with device.on(self._stream):
@@ -92,7 +90,7 @@ class DeviceSums:
         except PeerLost as fault:
             self._failure = fault
 
-    def finish(self, facts: Sequence[float], step: int, settings: Mapping[str, str]) -> None:
+    def finish(self, facts: Sequence[float], step: int, scale: float) -> None:
         """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
         Within the arena's order.
@@ -100,7 +98,7 @@ class DeviceSums:
         Args:
             facts: This rank's part of what the sum is divided by, its weight, and its micro-batches.
             step: Its number, which all ranks must have alike.
-            settings: What all ranks must have set alike.
+            scale: The loss scale, which all ranks must have alike; 1 where only the device has it.
 
         Raises:
             PeerLost: A call of this step failed: what the arena holds is neither a sum nor this rank's own.
@@ -109,8 +107,7 @@ class DeviceSums:
             raise self._failure
         self._words[: len(facts)].view(np.float64)[:] = facts
         self._words[_STEP] = step
-        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
-        self._words[_STEP + 1] = int.from_bytes(digest[:8], "little", signed=True)
+        self._words[_STEP + 1 : _STEP + 2].view(np.float64)[:] = scale
         self._flags[:] = self._accumulator.unused
         self._queue(self._tell)
         self._is_under_way = False

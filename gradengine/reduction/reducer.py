@@ -18,16 +18,16 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, Facts, State, StepState
 from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFiniteGradient, WindowError
-from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.environment import warn_of_other_ranks
-from gradengine.exchange.linked import Exchange, Kept, Seconds
+from gradengine.exchange.exchange import Exchange, Sums
+from gradengine.exchange.gather import gathered, packed
+from gradengine.exchange.rendezvous import MPI_URL
 from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
-from gradengine.reduction.all_reduce import AllReduce
 from gradengine.reduction.device_sums import DeviceSums
-from gradengine.reduction.stats import StepStats, agree, stats_of_all
+from gradengine.reduction.stats import Place, StepStats, agree
 from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 from gradengine.threads import cached_property
 
@@ -44,7 +44,7 @@ class DecidedStep:
     decision: Decision
     non_finite: NonFiniteGradient | None  # if the host knows of one
     step: int
-    took: Seconds  # the sums over workers
+    sums: Sums | None  # over workers, if there are others
     loss_scale: Any = None  # where it is a dynamic one
 
 
@@ -68,7 +68,7 @@ def whole(
 
     @functools.wraps(method)
     def called(self: _Caller, /, *given: _Given.args, **named: _Given.kwargs) -> _Answer:
-        step = self._reducer.workers.progress.step
+        step = self._reducer.step
         try:
             return method(self, *given, **named)
         except BaseException as fault:
@@ -82,7 +82,12 @@ def whole(
 class Reducer:
     """The sum over workers of one accumulator's windows.
 
-    `workers` sums over the workers with the same part of a model, `parts` over the ranks with its other parts.
+    Attributes:
+        workers: The exchange over the workers with the same part of a model, if there is one.
+        parts: The group of the ranks with its other parts.
+        step: The number of the open step, counted from 0.
+        sums: The sums over the workers in the open step, once they are here; None without other workers.
+        is_only_worker: Whether no other worker has the same part of the model.
     """
 
     def __init__(
@@ -95,25 +100,27 @@ class Reducer:
         plan: ClipPlan,
     ) -> None:
         self._accumulator, self._average, self._settings = accumulator, average, settings
-        self.parts, self.workers, self._plan = parts, AllReduce(), plan
-        self._groups = self.workers, parts.group
+        self.parts, self._plan = parts, plan
+        self.workers: Exchange | None = None
+        self.step, self.is_only_worker = 0, True
         self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
         self._layout: GradientLayout = accumulator.layout
         self._kernels = accumulator.kernels
         self.agreed: StepStats | None = None  # the same on all ranks, in a step that is AGREED
         self._state = accumulator.state
+        self.sums: Sums | None = None
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
         self._loaded_from: Worker | None = None  # the worker whose window was loaded, while that is open
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no rank to agree with: no other worker, and no other part of the model."""
-        return self.workers.is_alone and self.parts.group.is_alone
+        return self.is_only_worker and self.parts.is_alone
 
     @property
     def has_agreed(self) -> bool:
         """Whether all ranks have the open step's sums and settings, which are final; never so for a lone one."""
-        return self.agreed is not None and self._state.now is State.AGREED and not self.is_alone
+        return self._state.now is State.AGREED and not self.is_alone
 
     @property
     def waits(self) -> bool:
@@ -121,15 +128,9 @@ class Reducer:
         return not self.is_alone and self.on_device is None
 
     @property
-    def step(self) -> int:
-        """The number of the open step, counted from 0."""
-        return self.workers.progress.step
-
-    @property
     def worker(self) -> Worker:
         """This worker's rank, and the number of workers: (0, 1) without an exchange."""
-        exchange = self.workers.exchange
-        return (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+        return (0, 1) if self.workers is None else (self.workers.rank, self.workers.world_size)
 
     @cached_property
     def _in_parts(self) -> Any:
@@ -137,60 +138,65 @@ class Reducer:
         return self._kernels.device.in_parts(self._accumulator.memory)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
-        """Join groups, and start again the spans that were started through other exchanges."""
+        """Join groups, which replace those of other exchanges; a step begins there anew."""
         if exchange is not None:
-            if self.on_device is not None and self.workers.started:
-                what, do = (
-                    f"step {self.step} is half summed on GPUs, and cannot be resumed",
-                    "discard() it on every rank",
-                )
-                raise WindowError(what, do=do)
+            if self.on_device is not None and self.on_device.started:
+                what = f"step {self.step} is half summed on GPUs, and cannot be resumed"
+                raise WindowError(what, do="discard() it on every rank")
             _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
         self._state.enter(Call.RECONNECT)
         if tp_exchange is not None:
-            self.parts.join(tp_exchange)
+            self.parts.join(tp_exchange, self.step, self._settings)
         if exchange is not None:
-            # Else what was sent before is gone, or not yet summed: another exchange of that kind goes on with it.
-            may_sum = not self._is_on_host and not self.workers.started and self._layout.tp_size == 1
-            self.workers.progress.may_sum_by_calls = may_sum
-            self._leave_device()
-            with self._accumulator.arena.in_order():
-                self.workers.join(exchange, self._layout, self._in_parts)
-            if self.workers.progress.calls is not None and not self.workers.is_alone:
-                self._join_on_device(exchange, self.workers.progress.calls)
+            try:
+                self._join(exchange)
+            except CallerError:
+                raise  # it is as it was: another engine's, perhaps
+            except BaseException:
+                exchange.close()  # else it would keep its address and refuse the ranks that still call
+                raise
 
-    def _join_on_device(self, exchange: Exchange, calls: DeviceCalls) -> None:
-        told = replace(self._stats(_NO_TOTALS, self._told), weight=0, micro_batches=0, place="the beginning")
-        try:
-            stats_of_all(self.workers, told)  # names the settings that differ; a step has their digest only
-            self.workers.progress.has_told = False  # of the step, of which nothing is summed
-            bucket_bytes = self.workers.progress.bucket_bytes
-            self.on_device = DeviceSums(exchange, calls, self._accumulator, self._plan, bucket_bytes)
-        except BaseException:
-            exchange.close()  # others wait
-            raise
+    def _join(self, exchange: Exchange) -> None:
+        self._leave_device()
+        settings = {**self._settings, "tensor-parallel group": self.parts.described}
+        by_calls = not self._is_on_host and self._layout.tp_size == 1
+        with self._accumulator.arena.in_order():
+            exchange.bind(
+                self._layout, self._in_parts,
+                step=self.step, settings=settings, replaces=self.workers, sums_by_calls=by_calls,
+            )  # fmt: skip
+        self.workers, self.is_only_worker, self.sums = exchange, exchange.world_size == 1, None
+        if exchange.device_calls is not None and not self.is_only_worker:
+            self.on_device = DeviceSums(exchange, exchange.device_calls, self._accumulator, self._plan)
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
         """Start spans that hold all that this worker contributes: they are sent from now on, or in `agree`."""
-        if self.workers.is_alone:
+        if self.workers is None or self.is_only_worker:
             return
-        new = [span for span in spans if span.key not in self.workers.started]
+        started = (self.on_device or self.workers).started
+        new = [span for span in spans if span.key not in started]
         for span in new:
             self._accumulator.close_span(span)
             self._to_mean(span)
         if new and self.on_device is not None:
             with self._accumulator.changing(self._state.ask(Event.SEND)):
-                self.workers.started.update(span.key for span in new)
                 self.on_device.start(new)
         elif new:
             with self._accumulator.arena.in_order():
                 self._state.enter(Event.SEND)
                 self.workers.start(*new, in_background=in_background)
 
-    def agree(self) -> StepStats:
+    def all_gather_object(self, what: str, facts: object) -> list[Any]:
+        """Return every worker's facts, in rank order; see `Exchange.tell`."""
+        return gathered([packed(what, facts)]) if self.workers is None else self.workers.tell(what, facts)
+
+    def agree(self, scale: tuple[float, int]) -> StepStats:
         """Sum the arena over all workers, and return the step's stats, the same on all of them.
 
         Where the workers sum on their GPUs, the sums are only queued, and the totals known on the device alone.
+
+        Args:
+            scale: The loss scale, and the finite steps that a dynamic one has seen, the same on all workers.
 
         Raises:
             WindowError: No worker had a micro-batch; all go on with the next step.
@@ -201,15 +207,16 @@ class Reducer:
         if self.agreed is not None and self.has_agreed:
             return self.agreed  # the step had reached its verdict before; nothing is left to exchange
         self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
-        if self.workers.exchange is None and is_alone:
+        if self.workers is None and is_alone:
             warn_of_other_ranks()
-        accumulator.close(measure=is_alone or self.workers.is_alone)
+        accumulator.close(measure=self.is_only_worker)
         if is_alone:
             accumulator.measure_rest()
-        if self.on_device is not None:
-            self.agreed = self._agree_on_device(self.on_device)
+            self.agreed = self._stats(_NO_TOTALS)
+        elif self.on_device is not None:
+            self.agreed = self._agree_on_device(self.on_device, scale)
         else:
-            self.agreed = self._stats(_NO_TOTALS, {}) if is_alone else self._agree()  # a lone worker's are not compared
+            self.agreed = self._agree(Place(self.step, *scale))
         self._state.enter(Event.AGREE)
         if self.on_device is None and not self.agreed.micro_batches:
             self.next_step()  # as all ranks do
@@ -226,18 +233,18 @@ class Reducer:
         if self.on_device is not None:
             return 1.0
         if self._average == "prescaled":
-            return self.workers.exchange.world_size if self.workers.exchange else 1
-        return stats.workers if self._average == "per_worker" and not self.workers.is_alone else stats.weight
+            return self.worker[1]
+        return stats.workers if self._average == "per_worker" and not self.is_only_worker else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
         with _KeptIfItFails(self._state):
-            found = self.parts.tell_non_finite(self._first_found(bad), self._place, self.step)
+            found = self.parts.tell_non_finite(self._first_found(bad), self.step)
         return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
 
     def next_step(self) -> None:
         """Begin the next step: this one is over on this rank."""
-        self._begin(self.workers.progress.step + 1)
+        self._begin(self.step + 1)
 
     def discard(self, *, is_queued: bool) -> None:
         """Forget the window. If part of it was sent already, the exchanges are closed, as that cannot be taken back.
@@ -261,14 +268,12 @@ class Reducer:
 
         The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
         """
-        self._state.now = State.BROKEN
-        for group in self._groups:
-            group.progress.step = step
+        self._state.now, self.step = State.BROKEN, step
         self._leave()
 
     def facts(self) -> Facts:
         """Values for the texts of refusals."""
-        can_rejoin = not (self.is_alone or self.workers.is_over_mpi)
+        can_rejoin = not (self.is_alone or (self.workers is not None and self.workers.url == MPI_URL))
         return {
             "step": f"step {self.step}",
             "after_loss": " (after reconnect() if the exchange was lost)" if can_rejoin else "",
@@ -285,14 +290,12 @@ class Reducer:
 
     def refuse_other_worker(self, whose: Worker | None) -> None:
         """Raise `WindowError` if an exchange is joined in which this is not the worker that saved the window."""
-        if self.workers.exchange is not None:
+        if self.workers is not None:
             _refuse_other_worker(whose, self.worker)
 
     def load(self, step: int, whose: Worker | None) -> None:
         """Open the step of a saved state, with an empty window; `whose` is the worker that saved one, if any."""
         self._begin(step)
-        for group in self._groups:
-            group.progress.kept = Kept(-1, {})  # of another run, perhaps
         self._loaded_from = whose
 
     def restart(self) -> None:
@@ -300,14 +303,14 @@ class Reducer:
         self._begin(self.step)
 
     def _begin(self, step: int) -> None:
-        for group in self._groups:
-            if group.exchange is not None:
-                group.restart()
+        for exchange in (self.workers, self.parts.exchange):
+            if exchange is not None:
+                exchange.begin(step)
         if self.on_device is not None:
             self.on_device.restart()
-        self._means, self.agreed, self._loaded_from = set(), None, None
+        self._means, self.agreed, self.sums, self._loaded_from = set(), None, None, None
         self._accumulator.drop_window()
-        self.workers.progress.step = self.parts.group.progress.step = step
+        self.step = step
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
     # ---- inside ----
@@ -316,45 +319,36 @@ class Reducer:
     def _is_on_host(self) -> bool:
         return self._kernels.device.name == "cpu"
 
-    @property
-    def _place(self) -> str:
-        """The tag of the step in gathers; ranks whose tags differ are out of sync."""
-        return f"step {self.step}"
-
-    def _agree(self) -> StepStats:
+    def _agree(self, place: Place) -> StepStats:
         with _KeptIfItFails(self._state):
-            if self.workers.is_alone:
+            if self.workers is None or self.is_only_worker:
                 self._accumulator.measure_rest()
             else:
                 self.start(self._layout.spans, in_background=False)
-                self.workers.wait()
+                self.sums = self.workers.wait()
             self._state.enter(Event.SEND)
-            stats = self.parts.agree(self._stats(self._totals(), self._told))
-            if not self.workers.is_alone:
-                stats = agree(self.workers, stats)
+            stats = self.parts.agree(self._stats(self._totals()), place)
+            if self.workers is not None and not self.is_only_worker:
+                stats = agree(self.workers, stats, place)
         return stats
 
-    def _agree_on_device(self, sums: DeviceSums) -> StepStats:
+    def _agree_on_device(self, sums: DeviceSums, scale: tuple[float, int]) -> StepStats:
         accumulator = self._accumulator
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.total_weight
         part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
         with accumulator.changing():
-            sums.finish((part, weight, count), self.step, self._told)
+            sums.finish((part, weight, count), self.step, scale[0])
         accumulator.forget_measured()
         accumulator.measure_rest()
-        mine, batches = self._stats(_NO_TOTALS, {}), sums.micro_batches
+        mine, batches = self._stats(_NO_TOTALS), sums.micro_batches
         return replace(mine, weight=sums.weight, micro_batches=batches, on_device=sums.divisor, ask_device=sums.unused)
-
-    @property
-    def _told(self) -> Mapping[str, str]:
-        """The settings that all workers must have alike."""
-        return {**self._settings, "tensor-parallel group": self.parts.described}
 
     def _leave(self) -> None:
         self._leave_device()
-        for group in self._groups:
-            group.leave()
+        for exchange in (self.workers, self.parts.exchange):
+            if exchange is not None:
+                exchange.close()
 
     def _leave_device(self) -> None:
         if self.on_device is not None:
@@ -362,7 +356,7 @@ class Reducer:
             self.on_device = None
 
     def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
-        for bad in self.workers.progress.bad:
+        for bad in () if self.sums is None else self.sums.bad:
             for slot in self._layout.slots:
                 if slot.offset <= bad.index < slot.stop:  # else it is in padding, which is no gradient
                     index = bad.index - slot.offset
@@ -374,12 +368,10 @@ class Reducer:
                 return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
         return None
 
-    def _stats(self, totals: Float64, settings: Mapping[str, str]) -> StepStats:
+    def _stats(self, totals: Float64) -> StepStats:
         accumulator = self._accumulator
-        count, place = accumulator.accumulated_count, self._place if settings else ""
-        return StepStats(
-            accumulator.total_weight, count, totals, accumulator.unused, settings, place, workers=min(count, 1)
-        )
+        count = accumulator.accumulated_count
+        return StepStats(accumulator.total_weight, count, totals, accumulator.unused, min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
         """If workers' means are averaged, turn the span's sum into this worker's mean, only once in a step."""
@@ -397,12 +389,13 @@ class Reducer:
 
         The exchange's are the same on all devices; a device rounds in another order than a host.
         """
-        squares = self.workers.progress.squares
-        return self._kernels.totals(self._accumulator.arena) if squares is None else self._sums.totals_of(squares)
+        if self.sums is None:
+            return self._kernels.totals(self._accumulator.arena)
+        return self._host_partials.totals_of(self.sums.squares)
 
     @cached_property
-    def _sums(self) -> PartialSums:
-        """The host's squared sums of the components."""
+    def _host_partials(self) -> PartialSums:
+        """The places of the host's squared sums of chunks, which a device cuts otherwise."""
         partials = self._accumulator.arena.partials
         return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
 

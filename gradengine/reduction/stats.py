@@ -1,24 +1,26 @@
-"""Step statistics that all ranks agree on: weights, counts, and the squared sums that all of them use."""
+"""Step statistics that all ranks agree on: weights and counts, and which components got a gradient."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.accumulate.window import ordered_sum
 from gradengine.errors import ExchangeError, ProtocolError
+from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Float64
 from gradengine.kernels.decision import Scalar
-from gradengine.reduction.all_reduce import AllReduce
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-_SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
+_STEP = struct.Struct("<q")
+_HEAD = struct.Struct("<qdqdq")  # step, loss scale and its finite steps, weight, micro-batches
+_WINDOW_BYTES = 256  # of a window's weights as text
 
 
 @dataclass(frozen=True)
@@ -29,82 +31,111 @@ class StepStats:
     micro_batches: Scalar
     totals: Float64  # squared sum of each component
     unused: Flags
-    settings: Mapping[str, str] = field(default_factory=dict)  # those that must be the same on all workers
-    place: str = ""  # the tag of the step
     workers: int = 1  # workers that had a micro-batch
     on_device: Scalar = None  # the part of the divisor that only the device knows
     ask_device: Callable[[], Flags] | None = None  # tells what no rank used, where `unused` is this rank's own
 
     def unused_by_all(self) -> Flags:
-        """The components without a gradient on any rank; where only a device knows them, this waits for it."""
+        """Return the components without a gradient on any rank; where only a device knows them, this waits for it."""
         # A component that this rank has used is not unused: if it has used all, no device need be asked.
         return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
-def agree(group: AllReduce, mine: StepStats) -> StepStats:
-    """The same stats on all ranks: weights and counts summed in rank order, rank 0's squared sums.
+class Place(NamedTuple):
+    """What must be the same on all ranks in a step.
 
-    All ranks hold the same sums, but a CPU with other vector units may round their squares differently in the last
-    bit; one rank's figures make the norm, and with it every byte handed back, the same everywhere.
+    Attributes:
+        step: The step's number.
+        scale: The loss scale.
+        tracker: The finite steps in a row that a dynamic loss scale has seen.
     """
-    stats = stats_of_all(group, mine)
-    for rank, theirs in enumerate(stats):
-        if not same_sums(theirs.totals, stats[0].totals).all():
-            raise ExchangeError(
-                f"rank {rank} holds other sums than rank 0",
-                got=f"squared norm {theirs.totals.sum():.9g}",
-                expected=f"{stats[0].totals.sum():.9g}",
-                do="memory or the network corrupted a gradient: restart from a checkpoint",
-            )
-    return StepStats(
-        weight=ordered_sum(one.weight for one in stats),
-        micro_batches=sum(one.micro_batches for one in stats),
-        totals=stats[0].totals,
-        unused=unused_by_all(stats),
-        workers=sum(one.workers for one in stats),
-    )
+
+    step: int
+    scale: float = 1.0
+    tracker: int = 0
+
+
+def agree(exchange: Exchange, mine: StepStats, place: Place) -> StepStats:
+    """Return the same stats on all ranks: weights and counts summed in rank order.
+
+    The squared sums are each rank's own: all have them from the shares' owners, bit for bit.
+
+    Raises:
+        ExchangeError: A rank is at another step, or has another loss scale.
+        ProtocolError: A rank's stats are impossible.
+    """
+    stats = stats_of_all(exchange, mine, place)
+    counts = [one.micro_batches for one in stats]
+    weight, workers = ordered_sum([one.weight for one in stats]), len(counts) - counts.count(0)
+    return StepStats(weight, sum(counts), mine.totals, unused_by_all(stats), workers)
 
 
 def unused_by_all(stats: Sequence[StepStats]) -> Flags:
-    """Flags of the components that got no gradient on any rank."""
+    """Return flags of the components that got no gradient on any rank."""
     flags: Flags = np.logical_and.reduce([one.unused for one in stats])
     return flags
 
 
-def stats_of_all(group: AllReduce, mine: StepStats) -> list[StepStats]:
-    """Every rank's stats, in rank order; raises `ExchangeError` if a rank is at another step, or has other settings."""
-    totals, unused = mine.totals.astype("<f8").tobytes(), mine.unused.tobytes()
-    told = group.tell(f"tally of {mine.place}", [mine.weight, mine.micro_batches, totals, unused, dict(mine.settings)])
-    stats = [_checked(rank, facts, mine) for rank, facts in enumerate(told)]
-    first = stats[0].settings
-    for rank, name in itertools.product(range(len(stats)), first):
-        if stats[rank].settings.get(name) != first[name]:
+def stats_of_all(exchange: Exchange, mine: StepStats, place: Place, window: str = "") -> list[StepStats]:
+    """Return every rank's stats, in rank order.
+
+    Args:
+        exchange: The exchange over these ranks.
+        mine: This rank's stats.
+        place: What must be the same on all of them.
+        window: The window's weights as text, where these must be the same too: then the ranks also tell each other
+            their squared sums.
+
+    Raises:
+        ExchangeError, ProtocolError: As `agree`.
+    """
+    head = _HEAD.pack(place.step, place.scale, place.tracker, mine.weight, mine.micro_batches)
+    body = window.encode()[:_WINDOW_BYTES].ljust(_WINDOW_BYTES) + mine.totals.astype("<f8").tobytes() if window else b""
+    own = head + mine.unused.tobytes() + body
+    parts = exchange.all_gather(own)
+    for rank, part in enumerate(parts):
+        if (len(part), part[: _STEP.size]) != (len(parts[0]), parts[0][: _STEP.size]):
             raise ExchangeError(
-                f"rank {rank} has another {name} than rank 0",
-                got=stats[rank].settings.get(name, "nothing"),
-                expected=first[name],
-                do="build the engines of all workers with the same settings",
+                f"rank {rank} is out of sync with rank 0",
+                got=_call_of(part, len(own)),
+                expected=_call_of(parts[0], len(own)),
+                do="a window was finished or dropped on some ranks only: restart all from one checkpoint",
             )
-    return stats
+        if len(part) != len(own):
+            got, expected = f"{len(part)} bytes", f"{len(own)} bytes"
+            raise ProtocolError(f"rank {rank}'s stats are of another length", got=got, expected=expected)
+    told = [_read(rank, part, mine, bool(window)) for rank, part in enumerate(parts)]
+    for rank, theirs in enumerate(told):
+        for name, got, expected in zip(_Told._fields[:2], theirs[:2], told[0][:2], strict=True):
+            if got != expected:
+                do = "give all ranks the same in each step"
+                raise ExchangeError(f"rank {rank} has another {name} than rank 0", got=got, expected=expected, do=do)
+    return [each.stats for each in told]
 
 
-def same_sums(totals: Float64, first: Float64) -> npt.NDArray[np.bool_]:
-    """Flags of the squared sums that differ by no more than their rounding."""
-    return np.isclose(totals, first, rtol=_SAME_SUMS, atol=0.0, equal_nan=True)
+class _Told(NamedTuple):
+    """What a rank has told: two texts, which must be the same on all ranks, and its stats."""
+
+    loss_scale: str
+    window: str
+    stats: StepStats
 
 
-def _checked(rank: int, facts: Any, mine: StepStats) -> StepStats:
-    try:
-        weight, micro_batches, totals, unused, settings = facts
-        count, squares, flags = int(micro_batches), np.frombuffer(totals, "<f8"), np.frombuffer(unused, np.uint8) != 0
-        stats = StepStats(float(weight), count, squares, flags, dict(settings), mine.place, workers=min(count, 1))
-    except (ValueError, TypeError, OverflowError) as fault:
-        raise ProtocolError(f"rank {rank}'s stats cannot be read ({fault})") from None
-    is_weighed = 0 < stats.weight < np.inf if count > 0 else (stats.weight, count) == (0, 0)
-    if squares.size != mine.totals.size or flags.size != mine.unused.size or not is_weighed:
-        raise ProtocolError(
-            f"rank {rank}'s stats are invalid",
-            got=f"weight {stats.weight}, {count} micro-batches, {squares.size} components, {flags.size} flags",
-            expected=f"a weight and micro-batches, or 0 and none, {mine.totals.size} components",
+def _call_of(part: bytes, size: int) -> str:
+    return f"stats of step {_STEP.unpack_from(part)[0]}" if len(part) == size else f"{len(part)} bytes of another call"
+
+
+def _read(rank: int, part: bytes, mine: StepStats, has_window: bool) -> _Told:
+    _, scale, tracker, weight, count = _HEAD.unpack_from(part)
+    if not (0 < weight < np.inf if count > 0 else (weight, count) == (0, 0)):
+        got, expected = f"weight {weight}, {count} micro-batches", "a weight and micro-batches, or 0 and none"
+        raise ProtocolError(f"rank {rank}'s stats are impossible", got=got, expected=expected)
+    flags = np.frombuffer(part, np.uint8, mine.unused.size, _HEAD.size) != 0
+    window, totals, rest = "", mine.totals, part[_HEAD.size + flags.size :]
+    if has_window:
+        window, totals = (
+            rest[:_WINDOW_BYTES].decode(errors="replace").rstrip(),
+            np.frombuffer(rest[_WINDOW_BYTES:], "<f8"),
         )
-    return stats
+    stats = StepStats(weight, count, totals, flags, min(count, 1))
+    return _Told(f"{scale!r} for {tracker} steps" if tracker else repr(scale), window, stats)

@@ -8,7 +8,7 @@ sent: those of replicated components must be the same on all ranks, and their sq
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
@@ -17,33 +17,33 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import CallerError, ExchangeError, NonFiniteGradient, ProtocolError
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Float64
 from gradengine.layout import GradientLayout
-from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, same_sums, stats_of_all, unused_by_all
+from gradengine.reduction.stats import Place, StepStats, stats_of_all, unused_by_all
 
+_SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 _WEIGHTS_SHOWN = 8
 
 
 @final
 class TensorParallelGroup:
-    """One rank's side of the group that shares a model; `group` is the all-reduce over it."""
+    """One rank's side of the group that shares a model; `exchange` is over its ranks, None without a group."""
 
     def __init__(self, accumulator: PerBlockGradientAccumulator) -> None:
         self._accumulator = accumulator
         self._slots = accumulator.layout.slots
         self._is_replicated = np.array([slot.partition == "replicated" for slot in self._slots])
-        self.group = AllReduce()
+        self.exchange: Exchange | None = None
+        self.is_alone = True
 
     @property
     def described(self) -> str:
         """The group's size as text, which must be the same on all workers."""
-        exchange = self.group.exchange
-        return "none" if exchange is None else f"{exchange.world_size} ranks"
+        return "none" if self.exchange is None else f"{self.exchange.world_size} ranks"
 
-    def join(self, exchange: Exchange) -> None:
-        """Join the group; the handshake compares names, shapes and partitions of all components."""
+    def join(self, exchange: Exchange, step: int, settings: Mapping[str, str]) -> None:
+        """Join the group; its ranks compare settings, and names, shapes and partitions of all components."""
         layout = self._accumulator.layout
         if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
             raise CallerError(
@@ -54,26 +54,27 @@ class TensorParallelGroup:
             )
         with _InGroup():  # the layout has no elements: nothing is summed
             compared = {f"{slot.name} ({slot.partition})": (0, *slot.shape) for slot in self._slots}
-            self.group.join(exchange, GradientLayout.of(compared), np.empty(0, np.float32))
+            nothing, size = np.empty(0, np.float32), exchange.world_size
+            exchange.bind(GradientLayout.of(compared), nothing, step=step, settings=settings, replaces=self.exchange)
+            self.exchange, self.is_alone = exchange, size == 1
 
-    def agree(self, mine: StepStats) -> StepStats:
-        """The whole model's stats from this rank's: the same on all ranks of the group."""
-        if self.group.is_alone:
+    def agree(self, mine: StepStats, place: Place) -> StepStats:
+        """Return the whole model's stats from this rank's: the same on all ranks of the group."""
+        if self.exchange is None or self.is_alone:
             return mine
         with _InGroup():
-            settings = {**mine.settings, "window": _described(self._accumulator.weights)}
-            parts = stats_of_all(self.group, replace(mine, settings=settings))
+            parts = stats_of_all(self.exchange, mine, place, _described(self._accumulator.weights))
             totals = self._totals_of_the_model([part.totals for part in parts])
             return replace(mine, totals=totals, unused=unused_by_all(parts))
 
-    def tell_non_finite(self, mine: NonFiniteGradient | None, place: str, step: int) -> NonFiniteGradient | None:
-        """The first error, in layout order, of those that all ranks found; the same on each. `mine` is this rank's."""
-        if self.group.is_alone:
+    def tell_non_finite(self, mine: NonFiniteGradient | None, step: int) -> NonFiniteGradient | None:
+        """Return the first error, in layout order, that a rank found; the same on each. `mine` is this rank's."""
+        if self.exchange is None or self.is_alone:
             return mine
         order = {slot.name: i for i, slot in enumerate(self._slots)}
         with _InGroup():
             facts = None if mine is None else [mine.component, mine.index, float(mine.value), mine.rank]
-            told = self.group.tell(f"finding in {place}", facts)
+            told = self.exchange.tell(f"finding in step {step}", facts)
             found = [_found_by(rank, facts, step, order) for rank, facts in enumerate(told)]
         return min((f for f in found if f is not None), key=lambda f: order[f.component], default=None)
 
@@ -84,7 +85,7 @@ class TensorParallelGroup:
         replicas = np.array(parts)[:, self._is_replicated]
         is_finite = np.isfinite(replicas).all(axis=0)
         for rank, replica in enumerate(replicas):
-            for position in np.flatnonzero(is_finite & ~same_sums(replica, replicas[0])):
+            for position in np.flatnonzero(is_finite & ~np.isclose(replica, replicas[0], rtol=_SAME_SUMS, atol=0.0)):
                 slot = self._slots[np.flatnonzero(self._is_replicated)[position]]
                 raise ExchangeError(
                     f"replicated gradient '{slot.name}' is not the same on ranks 0 and {rank}",

@@ -110,6 +110,7 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         self._current_stream = _reader_of_streams(self._device.name)
         self._stream: int | None = None  # on which the gradients that are noted were made
         self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
+        self._looks = 0  # how often the weights of all ranks were compared
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
         # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
         call = torch.compiler.disable(_call)
@@ -434,7 +435,9 @@ class Attached(Fixed, AbstractContextManager["Attached"]):
         for parameter in self._parameters.values():
             values = parameter.detach().cpu().contiguous().flatten()  # whatever the strides
             digests.append(xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()))
-        told = self._engine.all_gather_object("digests of the weights", digests)
+        # The engine gathers once for each text in a step, and whoever has mended the weights is to be asked anew.
+        self._looks += 1
+        told = self._engine.all_gather_object(f"digests of the weights, look {self._looks}", digests)
         for rank, theirs in enumerate(told):
             for name, one, first in zip(self._parameters, theirs, told[0], strict=True):
                 if one != first:

@@ -3,13 +3,21 @@
 from pathlib import Path
 
 import msgpack
-import numpy as np
 
 from fuzz.targets import HELLO, LAYOUT
-from gradengine.exchange.comparison import ServerHello, packed
-from gradengine.exchange.frontiers import frontier_of
-from gradengine.exchange.links.sockets import checksum, head
-from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused, encode_head
+from gradengine.exchange.hello import ServerHello, packed_hello
+from gradengine.exchange.wire import (
+    Abort,
+    Hello,
+    Listening,
+    Members,
+    Nonce,
+    Proof,
+    Refused,
+    checksum,
+    encoded,
+    head,
+)
 from gradengine.layout import GradientLayout
 
 FOLDER = Path(__file__).parent / "corpus"
@@ -30,46 +38,43 @@ def keep(target, inputs):
 
 
 def _addressed(tag, payload):
-    memory = np.frombuffer(payload, np.uint8)
-    return head(tag, checksum(tag, memory), memory.size) + payload
+    return head(tag, checksum(tag, payload), len(payload)) + payload
 
 
-_LIST = msgpack.packb(["unix:///a"])
 _MESSAGES = [
-    encode_head(Hello(1, 2, "", bytes(32))),
-    encode_head(Hello(0, 65_536, "", bytes(range(32)))),
-    encode_head(Nonce(bytes(32), "")),
-    encode_head(Nonce(bytes(32), "0" * 32)),
-    encode_head(Proof(bytes(32))),
-    encode_head(Listening("tcp://10.0.0.2:4000")),
-    encode_head(Members(bytes(16), "unix"), len(_LIST)) + _LIST,
-    encode_head(Refused(), 4),
-    encode_head(Abort("PeerLost"), 4),
+    encoded(Hello(1, 2, "", bytes(32))),
+    encoded(Hello(0, 65_536, "", bytes(range(32)))),
+    encoded(Nonce(bytes(32), "")),
+    encoded(Nonce(bytes(32), "0" * 32)),
+    encoded(Proof(bytes(32))),
+    encoded(Listening("tcp://10.0.0.2:4000")),
+    encoded(Members(bytes(16), "unix", ["unix:///a"])),
+    encoded(Refused("text")),
+    encoded(Abort("PeerLost", "\x1b[2J")),
 ]
 _TABLES = [LAYOUT, GradientLayout.of({"w": (0,), "b": ()}), GradientLayout.of([(3, 4, 5), (1,)])]
 SEEDS = {
     "message": _MESSAGES,
     "hello": [
         HELLO,
-        packed(ServerHello(1 << 22, 1 << 36)),
+        packed_hello(ServerHello(1 << 22, 1 << 36)),
         HELLO[:-3],
         msgpack.packb([3, *msgpack.unpackb(HELLO)[1:]]),
+        msgpack.packb([*msgpack.unpackb(HELLO)[:-2], True, {}]),
+        msgpack.packb([*msgpack.unpackb(HELLO)[:-1], {"average": 1}]),
     ],
     "table": [layout.table() for layout in _TABLES],
     "addresses": [
         msgpack.packb(["tcp://10.0.0.2:4000", "tcp://[::1]:1"]),
         msgpack.packb(["unix:///a", "tcp://0.0.0.0:9"]),
     ],
-    "frontier": [
-        frontier_of(3, bytes(states), known) for states, known in (([3, 3, 3], [True, True]), ([1, 0, 2], [False] * 2))
-    ],
     "stranger": [_MESSAGES[0], _MESSAGES[0] + _MESSAGES[4], _MESSAGES[0] + _MESSAGES[0], _MESSAGES[4], _MESSAGES[5]],
     "listener": [
         _MESSAGES[2],
         _MESSAGES[3],
         _MESSAGES[2] + _MESSAGES[4] + _MESSAGES[6],
-        _MESSAGES[7] + b"text",
-        _MESSAGES[8] + b"\x1b[2J",
+        _MESSAGES[7],
+        _MESSAGES[8],
     ],
     "link": [_addressed(0, bytes(range(8))), _addressed(6, bytes(8)) + _addressed(0, bytes(8)), head((1 << 21), 2, 0)],
 }

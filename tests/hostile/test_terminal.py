@@ -3,17 +3,19 @@
 import contextlib
 import unicodedata
 
+import msgpack
 import pytest
-from channel import SECRET, Channel, knock
+from channel import SECRET, Channel, framed, knock
 from test_exchange_mesh import Clock, Started, refusal_of
 
 from gradengine.errors import ExchangeError
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.listener import Listener
-from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, Refused, encode_head
+from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, Refused
 
 EVIL = "no\r\n\x1b[2J\x1b]0;mine\x07\x9b31m\u202egnp.exe\u2028rank 0: all is well\0\ud800"
-SAYS = EVIL.encode(errors="surrogatepass") + b"\n" * (1 << 15)
+HELLO = Hello(1, 2, "x", bytes(32))
+SAYS = EVIL + "\n" * (1 << 15)
 
 
 def is_one_printable_line(text):
@@ -28,13 +30,15 @@ def listener():
     listener.close()
 
 
-@pytest.mark.parametrize("says", [Refused(), Abort("PeerLost"), Abort(EVIL[:-1]), Abort("os.system")], ids=repr)
+@pytest.mark.parametrize(
+    "says", [Refused(SAYS), *(Abort(name, SAYS) for name in ("PeerLost", EVIL, "os.system"))], ids=range(4)
+)
 def test_who_answers_a_call_without_any_proof(listener, says):
     second = Started(listener.address, 1, 2)
     with listener.socket.accept()[0] as bare:
         stranger = Channel(bare, "rank 1")
         stranger.expect(Hello)
-        stranger.send(says, SAYS)
+        stranger.send(says)
         kind, told = second.error()
     assert issubclass(kind, ExchangeError)
     assert "no\\r\\n\\x1b[2J" in told
@@ -45,12 +49,13 @@ def test_who_answers_a_call_without_any_proof(listener, says):
 @pytest.mark.parametrize(
     "says",
     [
-        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"hello", b"\x1b[2J\n"),
-        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"nonce", b"\x1b[2J\n"),
-        encode_head(Hello(1, 2, "x", bytes(32))).replace(b"\xa1x", b"\xa1\xff"),
+        framed(HELLO, msgpack.packb([EVIL[:-1], 5])),
+        framed(HELLO, msgpack.packb(["GE", EVIL[:-1]])),
+        framed(HELLO, b"\x96\xa2GE\x05\x01\x02\xa5\x1b[2J\n"),  # cut off
+        framed(HELLO, b"\x91\xa1\xff"),  # no UTF-8
         b"\x1b[2J\n" * 4,
     ],
-    ids=["kind", "field", "value", "prefix"],
+    ids=["name", "version", "value", "text", "head"],
 )
 def test_who_calls_and_what_rank_0_says_of_it_at_the_deadline(listener, says):
     listener.socket.setblocking(False)

@@ -10,7 +10,7 @@ from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
 from gradengine.exchange.environment import read_secret
 from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encode_head
+from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encoded
 
 WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
 USES = {
@@ -50,9 +50,9 @@ def test_who_has_not_proved_itself_gets_no_proof(listener, proof):
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
     stranger.send(Hello(1, 2, "", new_nonce()))
-    kinds = [type(stranger.receive()[0])]
+    kinds = [type(stranger.receive())]
     stranger.send(Proof(proof))
-    kinds.append(type(stranger.receive()[0]))
+    kinds.append(type(stranger.receive()))
     with pytest.raises(PeerLost, match="closed the connection"):
         stranger.receive()
     assert kinds == [Nonce, Refused]
@@ -68,8 +68,8 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
     second = Started(listener.address, 1, 2)
     with listener.socket.accept()[0] as bare:
         impostor = Channel(bare, "rank 1")
-        hello, _ = impostor.expect(Hello)
-        bare.sendall(encode_head(Nonce(hello.nonce, "")))  # the nonces alike, so that only the role differs
-        given, _ = impostor.expect(Proof)
+        hello = impostor.expect(Hello)
+        bare.sendall(encoded(Nonce(hello.nonce, "")))  # the nonces alike, so that only the role differs
+        given = impostor.expect(Proof)
         impostor.send(given)
         assert second.error() == (HandshakeRefused, "rank 0 has another secret; start all with the same secret=")

@@ -4,14 +4,14 @@ import itertools
 import re
 
 import numpy as np
-from transports import SlowArena
+from transports import SlowArena, rank_order_sum
 
 from gradengine.errors import ExchangeError, HandshakeRefused, PeerLost
-from gradengine.exchange.linked import Exchange
+from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.mesh import Meeting
+from gradengine.exchange.ordered_all_reduce import State
 from gradengine.layout import GradientLayout
-from gradengine.reduction.all_reduce import AllReduce
-from gradengine.reduction.stats import StepStats, agree
+from gradengine.reduction.stats import Place, StepStats, agree
 from simulation.clock import Clock, Process
 from simulation.network import Network
 
@@ -45,7 +45,7 @@ class Schedule:
         self.gone = set()  # ranks that died and do not come back
         self.failures, self.happened, self.happened_at = [], 0, 0.0
         self.first_failures = []  # of each rank that had joined
-        self.may_lose_windows = False  # a process has died or came too many, or a bit was flipped
+        self.started, self.holders = set(), set()  # ranks and steps: with a span that was started, and with sums
         self.suspects = set()  # the ranks at the faults of which others hear at once
 
     def run(self):
@@ -141,7 +141,6 @@ class Schedule:
             self.clock.after(self.random.choice([0.01, 0.2, 2.0]), self._come_back, rank, dying.step)
         else:
             self.gone.add(rank)
-        self.may_lose_windows = True
         self.suspects |= set() if silent else {rank}
         self.network.kill(dying.process, is_silent=silent)
 
@@ -161,7 +160,6 @@ class Schedule:
         if rank == 0:  # could not listen
             return
         self.note("fault", f"a second process is started as rank {rank}")
-        self.may_lose_windows = True  # it may be let in
         process = Process(host(rank))
         self.network.processes.append(process)
         self.clock.spawn(process, self._join_twice, rank, process)
@@ -169,7 +167,7 @@ class Schedule:
     def _join_twice(self, rank, process):
         try:
             exchange = self.exchange(rank)
-            exchange.bind(self.layout, np.zeros(self.layout.arena_size, np.float32), AllReduce().progress)
+            exchange.bind(self.layout, np.zeros(self.layout.arena_size, np.float32))
             exchange.close()
             self.note(f"second rank {rank}", "was let in, and leaves")
         except ExchangeError as error:
@@ -178,7 +176,6 @@ class Schedule:
     def _flip(self, rank):
         self.note("fault", "a bit is flipped")
         self.network.flips += 1
-        self.may_lose_windows = True
 
     def exchange(self, rank):
         """An exchange that has not joined."""
@@ -200,16 +197,14 @@ class Schedule:
         errors = [rank.ended for rank in alive if rank.ended is not None]
         if not self.happened and self.failures:
             raise Wrong(f"without a fault: {self.failures[0]}")
-        if any(self.windows) and not self.may_lose_windows:
-            raise Wrong("a step that could be resumed was accumulated again")
         self._check_names()
         if not errors:
             return
         steps, kinds = {rank.step for rank in alive}, {type(error) for error in errors}
-        if len(steps) > 1:  # some are done and have left while the last message to another was lost; or one began anew
-            if max(steps) < self.steps and not self.may_lose_windows:
-                raise Wrong(f"ranks {errors} could have been told what they missed")
-            if max(steps) - min(steps) > 1 or not kinds <= {PeerLost, HandshakeRefused}:
+        if len(steps) > 1:  # some ended the step while the last message to another was lost
+            refused = [error for error in errors if isinstance(error, HandshakeRefused)]
+            is_known = kinds <= {PeerLost, HandshakeRefused} and all("at another step" in str(each) for each in refused)
+            if max(steps) - min(steps) > 1 or not is_known:
                 raise Wrong(f"ranks are at steps {sorted(steps)}: {errors}")
             return
         if not self.gone or len(errors) < len(alive):
@@ -235,19 +230,19 @@ class Schedule:
         if len({data for data, _ in told.values()}) > 1:
             raise Wrong(f"ranks {sorted(told)} ended step {step} with different bytes")
         data, _ = next(iter(told.values()))
+        if not self.is_sum(step, 0, np.frombuffer(data, np.float32), told):
+            raise Wrong(f"step {step} ended with other bytes than the sum in rank order")
+
+    def is_sum(self, step, start, data, told=()):
+        """Whether this is the fold in rank order from there on: of these windows, or of any that ranks have filled."""
         windows = [
             [told[rank][1]] if rank in told else range(self.windows[rank], -1, -1) for rank in range(self.world_size)
         ]
         for chosen in itertools.product(*windows):
-            if self._fold(step, chosen) == data:
-                return
-        raise Wrong(f"step {step} ended with other bytes than the sum in rank order")
-
-    def _fold(self, step, windows):
-        total = self.contribution(0, step, windows[0])
-        for rank, window in enumerate(windows[1:], start=1):
-            total = total + self.contribution(rank, step, window)
-        return total.tobytes()
+            parts = [self.contribution(rank, step, window) for rank, window in enumerate(chosen)]
+            if rank_order_sum(parts)[start : start + data.size].tobytes() == data.tobytes():
+                return True
+        return False
 
 
 class Rank:
@@ -257,11 +252,9 @@ class Rank:
         self.schedule, self.number, self.step = schedule, number, step
         self.process = Process(host(number))
         schedule.network.processes.append(self.process)
-        self.group = AllReduce()
-        self.group.progress.step = step
         self.memory = np.zeros(schedule.layout.arena_size, np.float32)
         self.arena = SlowArena(self.memory) if number in schedule.on_devices else self.memory
-        self.exchange = self.ended = self.failing_since = None
+        self.exchange = self.bound = self.ended = self.failing_since = None  # `bound`: the last that had joined
         self.has_failed, self.tries, self.refusals = False, 0, 0  # refusals for another step
 
     def begin(self):
@@ -303,32 +296,51 @@ class Rank:
 
     def _join(self):
         exchange = self.schedule.exchange(self.number)
-        self.group.join(exchange, self.schedule.layout, self.arena)
-        self.exchange = exchange
+        self._look_at_memory()
+        exchange.bind(self.schedule.layout, self.arena, step=self.step, replaces=self.bound)
+        self.exchange = self.bound = exchange
         self.note("has joined")
+
+    def _look_at_memory(self):
+        """Refuse other memory than this rank's contribution, or, if the rank says so, sums that all took part in."""
+        schedule, is_holder = self.schedule, self.bound is not None and self.bound.holds_sums
+        contribution = schedule.contribution(self.number, self.step, schedule.windows[self.number])
+        if not is_holder and self.memory.tobytes() != contribution.tobytes():
+            raise Wrong(f"the memory of rank {self.number} is not its contribution to step {self.step}")
+        if is_holder:
+            schedule.holders.add((self.number, self.step))
+            self._look_at_sums()
+
+    def _look_at_sums(self):
+        schedule, all_reduce = self.schedule, self.bound._all_reduce
+        missing = [rank for rank in range(schedule.world_size) if (rank, self.step) not in schedule.started]
+        if missing:
+            raise Wrong(f"rank {self.number} holds sums of step {self.step}, and ranks {missing} had no part in them")
+        for share, state in zip(all_reduce._shares, all_reduce._states, strict=True):
+            data = self.memory[share.start : share.stop]
+            if state == State.SUMMED and not schedule.is_sum(self.step, share.start, data):
+                raise Wrong(f"share {share.number} of rank {self.number} is not the sum of step {self.step}")
 
     def _make_step(self):
         schedule, random = self.schedule, self.schedule.random
-        spans = [span for span in schedule.layout.spans if span.key not in self.group.started]
+        spans = [*schedule.layout.spans]
         if random.random() < 0.3:
             random.shuffle(spans)
         for span in spans:
-            self.group.start(span, in_background=random.random() < 0.4)
+            schedule.started.add((self.number, self.step))
+            self.exchange.start(span, in_background=random.random() < 0.4)
             if random.random() < 0.2:
                 schedule.clock.pause(random.random() * 5e-3 * self.process.slowness)
-        self.group.wait()
+        sums = self.exchange.wait()
         data, window = self.memory.tobytes(), schedule.windows[self.number]
-        squares = self.group.progress.squares
-        stats = StepStats(1.0, 1, squares, np.zeros(1, np.bool_), {"average": "prescaled"}, f"step {self.step}")
-        agreed = agree(self.group, stats)
+        agreed = agree(self.exchange, StepStats(1.0, 1, sums.squares, np.zeros(1, np.bool_)), Place(self.step))
         if agreed.weight != schedule.world_size:
             raise Wrong(f"the weights are {agreed.weight}")
         schedule.sums[self.step, self.number] = data, window
         self.note(f"has made step {self.step}")
         self.failing_since, self.tries, self.refusals = None, 0, 0
-        self.group.restart()
         self.step += 1
-        self.group.progress.step = self.step
+        self.exchange.begin(self.step)
         if self.step < schedule.steps:
             self._fill()
 
@@ -349,13 +361,18 @@ class Rank:
             self.ended = error
             return
         if isinstance(error, HandshakeRefused) and "discard() " in str(error):
-            schedule.windows[self.number] += 1
-            self.group.leave()
-            self.group.restart()
-            self.group.progress.step = self.step
-            self._fill()
+            self._discard(int(re.search(r"rank (\d+) holds sums of it", str(error))[1]))
         self.tries += 1  # longer each time: ranks that try again in step could miss each other for good
         schedule.clock.pause(schedule.random.random() * 0.05 * self.tries**2)
+
+    def _discard(self, holder):
+        """Accumulate the window again, as that rank holds sums of the step."""
+        if (holder, self.step) not in self.schedule.holders:
+            raise Wrong(f"step {self.step} was to be accumulated again, and rank {holder} has its contribution")
+        self.schedule.windows[self.number] += 1
+        if self.bound is not None:
+            self.bound.begin(self.step)
+        self._fill()
 
 
 def host(rank):

@@ -35,6 +35,39 @@ class Completion(NamedTuple):
     tag: int
 
 
+class Send(NamedTuple):
+    """Memory to be sent to a rank; it must not change until the send is over."""
+
+    peer: int
+    tag: int
+    memory: Memory
+
+
+class Receive(NamedTuple):
+    """Memory to be filled by a rank's message with this tag, which must have the memory's size."""
+
+    peer: int
+    tag: int
+    memory: Memory
+
+
+class Borrow(NamedTuple):
+    """A part that a rank sends with this tag, to be read in that rank's memory until a `Release`."""
+
+    peer: int
+    tag: int
+
+
+class Release(NamedTuple):
+    """The end of reading the memory that was borrowed from a rank with this tag."""
+
+    peer: int
+    tag: int
+
+
+Transfer: TypeAlias = Send | Receive | Borrow | Release
+
+
 class Link(NotCopied, ABC, instead="make one on each rank"):
     """One rank's transfers to and from the other ranks of its group.
 

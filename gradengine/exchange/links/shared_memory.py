@@ -48,7 +48,7 @@ class SharedMemoryLink(SocketLink):
     """
 
     reads_in_place = True
-    _most_tag = (1 << 24) - 1
+    _tags = range(1 << 24)
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
         refuse_without_shared_memory()

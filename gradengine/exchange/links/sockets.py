@@ -1,8 +1,7 @@
 """A link over connected stream sockets, TCP, TLS or Unix: from the sender's memory to the receiver's, without a thread.
 
-A message is one msgpack array: tag, checksum and payload; the 20 bytes before the payload are its head. Nothing after a
-head is read until a receive for its message is open: so the socket holds back messages that are not received yet, and
-our memory does not grow by them.
+A message is one frame of docs/wire.md. Nothing after its head is read until a receive for its message is open: so the
+socket holds back messages that are not received yet, and our memory does not grow by them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, final
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange.links.link import VANISHED_SECONDS, Completed, Completion, Link, Memory, refuse_foreign
 from gradengine.exchange.tls import reason_of
+from gradengine.exchange.wire import HEAD_BYTES, MAX_PAYLOAD, checksum, head, head_of
 from gradengine.threads import Bell
 
-_HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow
-_FORM = (0x93, 0xCE, 0xCF, 0xC6)
-_MOST_BYTES = (1 << 32) - 1
 _FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
 _TCP_INFO = struct.Struct("=24xI28xI")  # Linux: packets without an acknowledgement, and ms since the last one
 # A machine that vanishes is noticed 20 s after the last byte from it, if nothing is on its way there: else a link must
@@ -55,7 +51,7 @@ class SocketLink(Link):
     """
 
     bell: _SocketBell
-    _most_tag = _FAREWELL
+    _tags = range(_FAREWELL + 1)
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
         self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
@@ -76,9 +72,9 @@ class SocketLink(Link):
         _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
-        if memory.nbytes > _MOST_BYTES:
+        if memory.nbytes > MAX_PAYLOAD:
             what, do = "one message is too long for a link over sockets", "use a smaller bucket_bytes"
-            raise CallerError(what, got=f"{memory.nbytes} bytes", expected=f"at most {_MOST_BYTES}", do=do)
+            raise CallerError(what, got=f"{memory.nbytes} bytes", expected=f"at most {MAX_PAYLOAD}", do=do)
         with self._lock:
             self._queue(Completion(Completed.SENT, peer, tag), memory)
 
@@ -94,7 +90,8 @@ class SocketLink(Link):
     def poll(self) -> list[Completion]:
         with self._lock:
             self.refuse_closed()
-            self._end_vanished()
+            if self._vanished:
+                self._end_vanished()
             self._move_until_over()
             over, self._over = self._over, []
             if not over:
@@ -233,7 +230,7 @@ class SocketLink(Link):
                 self.moved_bytes += count
                 connection.received += count
             if (transfer := connection.receiving) is not None:
-                found = checksum(transfer.tag, self._open[transfer])
+                found = checksum(transfer.tag, _view(self._open[transfer]))
                 self._end(transfer, is_damaged=found != connection.checksum)
                 connection.receiving, connection.missing = None, memoryview(connection.head)
                 return
@@ -247,12 +244,10 @@ class SocketLink(Link):
 
     def _place(self, connection: Connection) -> None:
         """Find the memory for what a head announces."""
-        array, uint32, tag, uint64, connection.checksum, bin32, size = _HEAD.unpack(connection.head)
-        peer, transfer = connection.peer, Completion(Completed.RECEIVED, connection.peer, tag)
-        if (array, uint32, uint64, bin32) != _FORM or tag > self._most_tag:
-            what, got = f"{self.named(peer)} sent {self.named(self.rank)} an invalid head of a message", connection.head
-            expected = f"93 ce .. cf .. c6 .. with a tag below {self._most_tag}"
-            raise ProtocolError(what, got=got.hex(" "), expected=expected)
+        peer = connection.peer
+        sent = f"{self.named(peer)} sent {self.named(self.rank)}"
+        tag, connection.checksum, size = head_of(connection.head, sent, self._tags)
+        transfer = Completion(Completed.RECEIVED, peer, tag)
         if tag == _FAREWELL:
             lost = connection.checksum - 1
             self._farewells[peer] = lost if 0 <= lost < self.world_size else None
@@ -270,8 +265,9 @@ class SocketLink(Link):
         while connection.outgoing:
             transfer, parts = connection.outgoing[0], connection.parts
             if not parts:
-                memory = self._open[transfer]
-                parts += [memoryview(head(transfer.tag, checksum(transfer.tag, memory), memory.nbytes)), _view(memory)]
+                payload = _view(self._open[transfer])
+                check = checksum(transfer.tag, payload)
+                parts += [memoryview(head(transfer.tag, check, payload.nbytes)), payload]
                 connection.attached = self._attached(transfer)
             sent = connection.socket.sendmsg(parts, connection.attached)
             connection.attached = ()
@@ -357,21 +353,6 @@ def set_options(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def checksum(tag: int, memory: Memory) -> int:
-    """A message's checksum: XXH3 with 64 bits of its payload, with the tag as seed.
-
-    >>> checksum(3, np.array([1.0, 2.0], np.float32))
-    13507705285084083768
-    """
-    return xxh3_64_intdigest(_view(memory), tag)
-
-
-def head(tag: int, check: int, size: int) -> bytes:
-    """The bytes before a payload of that size."""
-    array, uint32, uint64, bin32 = _FORM
-    return _HEAD.pack(array, uint32, tag, uint64, check, bin32, size)
-
-
 @final
 class Connection:
     """A socket, and the messages that are being sent and received over it."""
@@ -381,7 +362,7 @@ class Connection:
         self.pending: Callable[[], int] = getattr(connection, "pending", int)  # bytes that TLS has deciphered
         self.outgoing: deque[Completion] = deque()
         self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
-        self.head = bytearray(_HEAD.size)
+        self.head = bytearray(HEAD_BYTES)
         self.attached: Sequence[tuple[int, int, Any]] = ()  # what goes with the first byte of them
         self.missing = memoryview(self.head)  # what is not received of a head or payload
         self.receiving: Completion | None = None  # whose payload is received

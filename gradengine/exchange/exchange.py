@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, final
 
-import msgpack
-
-from gradengine.arguments import whole_number
+from gradengine.arguments import checked_seconds, whole_number
 from gradengine.errors import (
     CallerError,
     DeadlineExceeded,
@@ -28,41 +24,18 @@ from gradengine.errors import (
     refuses_renamed,
 )
 from gradengine.exchange.addresses import Address
-from gradengine.exchange.comparison import (
-    Hello,
-    Membership,
-    answers_of,
-    behind_of,
-    brought_up,
-    group_to_resume,
-    hellos_of,
-    packed,
-    refuse_differing,
-    refuse_lost_sums,
-    refuse_other_cut,
-    server_hello_of,
-)
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.environment import job_or_launchers
-from gradengine.exchange.interface import (
-    DEFAULT_JOIN_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    GROUP_BYTES,
-    Float32,
-    NonFiniteValue,
-    checked_seconds,
-    refuse_bad_arena,
-    refuse_long_part,
-)
+from gradengine.exchange.gather import gathered, packed, refuse_long_part
+from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of, table_told
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
-from gradengine.exchange.pump import Pump
+from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, OrderedAllReduce, refuse_bad_arena
+from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.rendezvous import MPI_URL
-from gradengine.exchange.shares import refuse_started, shares_of
+from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
-from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
@@ -72,63 +45,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+_Given = ParamSpec("_Given")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
 _GRACE_SECONDS = 5.0  # a rank waits so much longer than its server, which knows which rank is late
 
 
-class Seconds(NamedTuple):
-    """How long a step's sums took.
+class Sums(NamedTuple):
+    """The result of a step's sums, beside those in the arena; the same on all ranks but for the seconds.
 
     Attributes:
-        total: From the start of the first span until the last sum was received.
-        waited: How long the step waited for the sums.
+        squares: The squared sum of each chunk of the layout, in the order of its partial sums.
+        bad: The first NaN or Inf of each rank's own part, by rank.
+        total: Seconds from the start of the first span until the last sum was received.
+        waited: Seconds for which the step waited for the sums.
     """
 
-    total: float = 0.0
-    waited: float = 0.0
-
-
-class Kept(NamedTuple):
-    """What all ranks told each other in a step, for a rank that has lost it."""
-
-    step: int
-    answers: Mapping[str, Sequence[bytes]]
-
-
-@dataclass
-class Progress:
-    """Progress of one step's all-reduce on this worker; kept by the engine, so that a new exchange can resume it."""
-
-    step: int = 0
-    bad: list[NonFiniteValue] = field(default_factory=list)
-    bucket_bytes: int = 0  # by which the step is cut into shares; 0 before the first group
-    membership: Membership = field(default_factory=Membership)
-    carrier: Exchange | None = None  # the exchange that has, or had, spans of this step
-    squares: Float64 | None = None  # of each chunk of the partial sums, once the exchange has measured the sums
-    took: Seconds = field(default_factory=Seconds)
-    has_told: bool = False  # the others something about this step, after all its sums
-    kept: Kept = field(default_factory=lambda: Kept(-1, {}))
-    answers: dict[str, list[bytes]] | None = None  # to what it told, if the others have gone on to the next step
-    may_sum_by_calls: bool = False  # of a process group, on the ranks' GPUs; which is done where all ranks may
-    calls: DeviceCalls | None = None  # by which they do
-
-    def kept_of_before(self) -> bytes:
-        """What all ranks told each other in the step before, as bytes; empty if it is unknown, or too long to send."""
-        if self.kept.step != self.step - 1:
-            return b""
-        data: bytes = msgpack.packb(self.kept.answers)
-        return data if len(data) <= MAX_SMALL_PAYLOAD else b""
-
-    def next_step(self) -> None:
-        """Begin the next step: this one is over on all ranks."""
-        self.restart()
-        self.step += 1
-
-    def restart(self) -> None:
-        """Start the step over: the arena holds nothing of it."""
-        self.bad, self.carrier, self.squares, self.took = [], None, None, Seconds()
-        self.has_told, self.answers = False, None
+    squares: Float64
+    bad: list[NonFiniteValue]
+    total: float
+    waited: float
 
 
 class Exchange(Fixed, NotCopied, instead="make one in each process, with connect()"):
@@ -179,23 +115,42 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where it is not the host's
-        self._progress = Progress()
-        self._started: set[int | str] = set()  # keys of the spans of this step
-        self._began = 0.0  # when the first of them was started
+        self._sums: Sums | None = None  # of this step, once they are here
+        self._told: dict[str, list[bytes]] = {}  # in this step, by what it was: the other ranks do not repeat it
+        self._began = 0.0  # when the first span was started
         self._failure: BaseException | None = None  # what is raised from now on
         self._process = os.getpid()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a share: after `bind`, those that the group uses."""
+        return self._bucket_bytes
+
+    @property
+    def device_calls(self) -> DeviceCalls | None:
+        """After `bind`: the calls by which the ranks' GPUs sum; None where the exchange sums."""
+        return self._calls
 
     @property
     def link(self) -> str | None:
         """The link, "threads", "tcp", "unix", "shared_memory", "mpi" or "nccl"; over sockets None before `bind`."""
         if isinstance(self._link, Meeting):
             return None
-        if self._progress.calls is not None:
+        if self._all_reduce is not None and self._calls is not None:
             return "nccl"
         is_read_in_place = self._all_reduce is None or self._all_reduce.reads_in_place
         return "unix" if self._link.name == "shared_memory" and not is_read_in_place else self._link.name
 
-    def bind(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
+    def bind(
+        self,
+        layout: GradientLayout,
+        arena: Float32 | DeviceArena,
+        *,
+        step: int = 0,
+        settings: Mapping[str, str] | None = None,
+        replaces: Exchange | None = None,
+        sums_by_calls: bool = False,
+    ) -> None:
         """Join the group with a layout and an arena; returns when all ranks have joined.
 
         Args:
@@ -203,11 +158,16 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
             arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, a few
                 shares of which are copied at a time, each after the work that was queued on the current stream at its
                 span's `start`.
-            progress: A new one, or that of an exchange that failed, to resume its step. If it has `calls` then, this
-                exchange does not sum: it only gathers.
+            step: The number of the step that begins, the same on all ranks.
+            settings: The engine's settings by name, the same on all ranks.
+            replaces: The exchange that carried this arena before; it is closed. If a rank's holds sums of the open
+                step, that step's window is lost.
+            sums_by_calls: Whether this rank's GPU can sum by `device_calls`. If all ranks can, this exchange only
+                gathers.
 
         Raises:
-            HandshakeRefused: The ranks differ in layout (the rows are shown), world size, step or secret.
+            HandshakeRefused: The ranks differ in layout (the rows are shown), settings, world size, step or secret; or
+                the window is lost.
             PeerLost: The server or a worker did not join in time.
         """
         if not isinstance(arena, DeviceArena):
@@ -216,12 +176,28 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         if self._pump is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
         self._refuse_failed()
-        if progress.carrier is not None:
-            progress.carrier.close()  # nothing else may touch the sums that it has
-        self._calls, progress.calls = self._calls if progress.may_sum_by_calls else None, None
-        self._to_the_end(lambda: self._join(layout, arena, progress))
-        self._progress = progress
+        if replaces is not None:
+            replaces.close()  # nothing else may touch the sums that it has
+        hello = Hello(
+            layout=layout.fingerprint,
+            bucket_bytes=self._bucket_bytes,
+            step=step,
+            sums_by_calls=sums_by_calls and self._calls is not None,
+            holds_sums=replaces is not None and replaces.holds_sums,
+            settings={**(settings or {})},
+        )
+        self._to_the_end(self._join, layout, arena, hello)
         self._arena = arena if isinstance(arena, DeviceArena) else None
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether the arena may hold sums of the open step, or pieces of them, in place of this rank's own part."""
+        return self._all_reduce is not None and self._all_reduce.holds_sums
+
+    @property
+    def started(self) -> set[int | str]:
+        """The keys of the spans that were started in this step."""
+        return set() if self._all_reduce is None else self._all_reduce.started
 
     def start(self, *spans: Span, in_background: bool = True) -> None:
         """Start the all-reduce of spans whose local gradients are complete; returns at once.
@@ -234,55 +210,67 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
             WindowError: A span was started in this step already, or the exchange is not bound; no span was started.
         """
         pump, all_reduce = self._bound()
-        refuse_started(spans, lambda span: span.key in self._started)
-        if not spans:
-            return  # the step is begun by none
-        self._began = self._began if self._started else self._clock()
-        self._started.update(span.key for span in spans)
-        with contextlib.suppress(ExchangeError):  # `wait` raises it
-            self._refuse_failed()
-            self._follow(pump, all_reduce)
-            self._progress.carrier = self
-            new = [span for span in spans if not all_reduce.is_started(span)]  # others over an exchange that was lost
-            if self._arena is not None:
-                for span in new:
-                    self._arena.note(span.key)
-            self._to_the_end(lambda: pump.start(*new, in_background=in_background))
+        if self._failure is not None or not spans:
+            return  # `wait` raises the failure
+        with contextlib.suppress(ExchangeError):
+            self._to_the_end(self._send, pump, all_reduce, spans, in_background)
 
-    def wait(self) -> tuple[NonFiniteValue, ...]:
-        """Wait until the whole arena is reduced; then `progress.squares` are the squared sums of its chunks.
-
-        Returns:
-            Non-finite contributions, the same on all ranks: the first of each rank, by rank.
+    def wait(self) -> Sums:
+        """Wait until the whole arena is reduced, and return what was found; called again in a step, the same.
 
         Raises:
-            WindowError: The exchange is not bound.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good; `progress` has what is done.
+            WindowError: The exchange is not bound, or nothing was started.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good.
         """
+        if self._sums is not None:
+            return self._sums
         pump, all_reduce = self._bound()
         self._refuse_failed()
-        if not self._started:
+        if not all_reduce.started:
             what = f"rank {self.rank} waits for sums and has started nothing"
             raise WindowError(what, do="start() every span of the step first")
         waits = self._clock()
-        self._to_the_end(lambda: pump.wait(self._timeout))
-        self._started = set()
-        self._progress.squares = all_reduce.squares
-        self._progress.took = Seconds(max(0.0, pump.moved_at - self._began), self._clock() - waits)
-        return tuple(all_reduce.bad)
+        self._to_the_end(pump.wait, self._timeout)
+        total, waited = max(0.0, pump.moved_at - self._began), self._clock() - waits
+        self._sums = Sums(all_reduce.squares, all_reduce.bad, total, waited)
+        return self._sums
+
+    def begin(self, step: int) -> None:
+        """Begin a step of this number: the one before is over on all ranks, or this rank drops its part of it."""
+        self._sums, self._told = None, {}
+        if (all_reduce := self._all_reduce) is None or (pump := self._pump) is None:
+            return
+        if self._failure is not None:
+            all_reduce.drop()
+        elif all_reduce.started:
+            with pump.lock:
+                all_reduce.next_step()
+        all_reduce.step = step
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """All-gather: every rank's `data`, in rank order, on every rank; at most 16 MiB each.
+        """All-gather: every rank's `data`, in rank order, on every rank; at most 1 MiB each.
 
         Raises:
-            CallerError: The data are longer than 16 MiB, or the exchange is not bound.
+            CallerError: The data are longer than 1 MiB, or the exchange is not bound.
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
-        pump, all_reduce = self._bound()
+        pump, _ = self._bound()
         refuse_long_part(data)
         self._refuse_failed()
-        self._follow(pump, all_reduce)  # shares of a new step that another rank has sent precede its part here
-        return self._to_the_end(lambda: pump.gather(data, self._timeout))[: self.world_size]
+        return self._to_the_end(pump.gather, data, self._timeout)[: self.world_size]
+
+    def tell(self, what: str, facts: object) -> list[Any]:
+        """Return every rank's facts, in rank order; called again with the same `what` in a step, the first answer.
+
+        Raises:
+            CallerError: The facts are of a type that cannot be sent, or too long; nothing has been sent.
+            ExchangeError: A rank's `what` is not rank 0's.
+            PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
+        """
+        mine = packed(what, facts)
+        if what not in self._told:
+            self._told[what] = self.all_gather(mine)
+        return gathered(self._told[what])
 
     def barrier(self) -> None:
         """Wait until all ranks have called this.
@@ -310,7 +298,8 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
     # ---- inside ----
 
     def _bound(self) -> tuple[Pump, OrderedAllReduce]:
-        self._refuse_forked()
+        if os.getpid() != self._process:
+            self._refuse_forked()
         if self._pump is None or self._all_reduce is None:
             self._refuse_failed()
             what = f"rank {self.rank}'s exchange is not bound to a layout"
@@ -326,16 +315,20 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         if self._failure is not None:
             raise self._failure
 
-    def _follow(self, pump: Pump, all_reduce: OrderedAllReduce) -> None:
-        """Begin the next step if the engine has begun it; its number is the engine's, which may be a loaded one."""
-        if self._progress.carrier is not self and all_reduce.is_begun:
-            self._to_the_end(pump.next_step)
-        all_reduce.step = self._progress.step
+    def _send(self, pump: Pump, all_reduce: OrderedAllReduce, spans: Sequence[Span], in_background: bool) -> None:
+        if not all_reduce.started:
+            self._began = self._clock()
+        with pump.lock:
+            all_reduce.start(*spans)
+            if self._arena is not None:
+                for span in spans:
+                    self._arena.note(span.key)
+            pump.wake(in_background=in_background)
 
-    def _to_the_end(self, call: Callable[[], T]) -> T:
+    def _to_the_end(self, call: Callable[_Given, T], *given: _Given.args, **named: _Given.kwargs) -> T:
         """Make a call and return its value; if it is interrupted close the exchange, as its ranks would drift apart."""
         try:
-            return call()
+            return call(*given, **named)
         except WindowError:
             raise
         except ExchangeError as fault:
@@ -346,89 +339,40 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
             self.close()
             raise
 
-    def _join(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress) -> None:
+    def _join(self, layout: GradientLayout, arena: Float32 | DeviceArena, hello: Hello) -> None:
         if isinstance(self._link, Meeting):
             self._link = self._link.link(self._join_timeout, self._clock)
         link, self._pump = self._link, Pump(self._link, clock=self._clock)
-        hellos, bucket_bytes, answers = self._meet(self._pump, layout, arena, progress, link)
-        reads_in_place = all(hello.lends for hello in hellos)
-        progress.calls = self._calls if all(hello.sums_by_calls for hello in hellos) else None
-        group = group_to_resume(hellos)
+        lends = link.lends(None if isinstance(arena, DeviceArena) else arena)
+        hellos, self._bucket_bytes = self._meet(self._pump, layout, hello._replace(lends=lends), link)
+        self._calls = self._calls if all(each.sums_by_calls for each in hellos) else None
         if link.hub is not None:
             self._timeout += _GRACE_SECONDS
-            refuse_lost_sums(hellos)
-        elif group:
-            refuse_other_cut(hellos, bucket_bytes)
-        carrier = progress.carrier if answers is None else None
-        all_reduce = carrier._all_reduce if group and carrier is not None else None
-        if all_reduce is None:
-            # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
-            size = bucket_bytes * (self.world_size if link.hub is None else 1)
-            shares = () if progress.calls else shares_of(layout, self.world_size, size, owner=link.hub)
-            all_reduce = OrderedAllReduce(
-                self.rank, self.world_size, layout, shares, arena, HostKernels(),
-                step=hellos[0].step, reads_in_place=reads_in_place,
-            )  # fmt: skip
-        if group:
-            all_reduce.resume([hello.frontier for hello in hellos], reads_in_place=reads_in_place)
-        progress.membership = Membership(group or hellos[0].nonce, self.rank, self.world_size)
-        progress.bucket_bytes = bucket_bytes
-        progress.answers = answers
-        if answers is None:  # else the arena still holds the step that the old carrier knows
-            progress.carrier = self if group else None
-        self._all_reduce = all_reduce
-        self._pump.run(all_reduce, arena if isinstance(arena, DeviceArena) else None)
+        # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
+        size = self._bucket_bytes * (self.world_size if link.hub is None else 1)
+        shares = () if self._calls else shares_of(layout, self.world_size, size, owner=link.hub)
+        self._all_reduce = OrderedAllReduce(
+            self.rank, self.world_size, layout, shares, arena, HostKernels(),
+            step=hello.step, reads_in_place=all(each.lends for each in hellos),
+        )  # fmt: skip
+        self._pump.run(self._all_reduce, arena if isinstance(arena, DeviceArena) else None)
 
-    def _meet(
-        self, pump: Pump, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link
-    ) -> tuple[list[Hello], int, dict[str, list[bytes]] | None]:
-        """Every rank's hello, the bytes of a share, and what a rank that is behind misses; else None.
-
-        Raises an error if the ranks do not fit together.
-        """
-        answers = None
+    def _meet(self, pump: Pump, layout: GradientLayout, hello: Hello, link: Link) -> tuple[list[Hello], int]:
+        """Return every rank's hello, and the bytes of a share; raises an error if the ranks do not fit together."""
         try:
-            told = pump.gather(packed(self._hello(layout, arena, progress, link)), self._join_timeout, "joining")
+            told = pump.gather(packed_hello(hello), self._join_timeout, "joining")
             hellos, bucket_bytes = hellos_of(told[: self.world_size])
             if link.hub is not None:
                 bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
-            behind, keeper = behind_of(hellos)
-            if behind:
-                kept = progress.kept_of_before() if self.rank == keeper else b""
-                data = pump.gather(kept, self._join_timeout, "joining")[keeper]
-                answers = answers_of(keeper, data, self.world_size) if self.rank in behind else None
-                hellos = brought_up(hellos, behind)
-            differ = any(hello.layout != hellos[0].layout for hello in hellos)
+            differ, is_served = any(each.layout != hellos[0].layout for each in hellos), link.hub is not None
             tables: list[bytes] = []
-            if differ or link.hub is not None:  # a server cuts by rank 0's table
-                table = layout.table() if differ or self.rank == 0 else b""
+            if differ or is_served:  # a server cuts by rank 0's table
+                table = table_told(layout, is_served=is_served) if differ or self.rank == 0 else b""
                 tables = pump.gather(table, self._join_timeout, "joining")
         except DeadlineExceeded as late:
             raise PeerLost(late.what, got=late.got, do="start all ranks") from None
         refuse_differing(hellos, tables[: self.world_size], can_rejoin=self.url != MPI_URL)
-        return hellos, bucket_bytes, answers
-
-    def _hello(self, layout: GradientLayout, arena: Float32 | DeviceArena, progress: Progress, link: Link) -> Hello:
-        membership = progress.membership
-        all_reduce = None if progress.carrier is None else progress.carrier._all_reduce
-        is_other = all_reduce is not None and all_reduce.is_served != (link.hub is not None)
-        return Hello(
-            layout=layout.fingerprint,
-            bucket_bytes=self._bucket_bytes,
-            step=progress.step,
-            lends=link.lends(None if isinstance(arena, DeviceArena) else arena),
-            sums_by_calls=self._calls is not None,
-            is_over_another_kind=is_other,
-            nonce=secrets.token_bytes(GROUP_BYTES),
-            group=membership.group,
-            group_rank=membership.rank,
-            group_size=membership.world_size,
-            cut=progress.bucket_bytes,
-            may_hold_sums=all_reduce is not None and all_reduce.may_hold_sums,
-            has_told=progress.has_told,
-            has_answers=bool(progress.kept_of_before()),
-            frontier=b"" if all_reduce is None else all_reduce.frontier(),
-        )
+        return hellos, bucket_bytes
 
 
 @final

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 from gradengine.errors import CallerError, ExchangeError, ProtocolError
-from gradengine.exchange import Progress
+from gradengine.exchange.gather import gathered, packed
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.layout import GradientLayout
-from gradengine.layout.unpacking import MAX_DEPTH, MAX_OBJECTS
-from gradengine.reduction.all_gather import gathered, packed
 
 anything = st.recursive(
     st.none() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.complex_numbers(),
@@ -50,7 +49,7 @@ def test_a_rank_that_is_elsewhere_is_named_in_a_few_printable_lines(theirs):
 
 def test_all_ranks_are_told_the_same_and_name_the_same_one():
     def work(exchange):
-        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32), Progress())
+        exchange.bind(GradientLayout.of([(1,)]), np.zeros(32, np.float32))
         told.append(all_gather_object(exchange, "rank", exchange.rank))
         all_gather_object(exchange, "loss" if exchange.rank == 2 else "tally", None)
 
@@ -66,9 +65,10 @@ def test_memory_that_has_run_out_stays_a_memory_error(monkeypatch):
 
 
 NO_FACTS = [7, [], ["loss"], ["loss", 1, 2], [None, 1], [3, 1], {"loss": 1}]
+DEEP = [b"\x93\xa4loss" + b"\x91" * depth + b"\xc0" * 2 for depth in (1000, 10**6)]
 
 
-@pytest.mark.parametrize("part", [b"", b"\x92\xa4loss" + b"\x91" * 10**6 + b"\xc0", *map(msgpack.packb, NO_FACTS)])
+@pytest.mark.parametrize("part", [b"", *DEEP, *map(msgpack.packb, NO_FACTS)])
 def test_what_cannot_be_read_is_a_protocol_error(part):
     with pytest.raises(ProtocolError, match="rank 1"):
         all_gather_object(Telling(part), "loss", 1.0)
@@ -83,8 +83,15 @@ def test_random_bytes_are_an_exchange_error(part):
 def held_often():
     """A list of few objects that msgpack would write 8**7 times."""
     value = "a" * 16
-    for _ in range(MAX_DEPTH - 1):
+    for _ in range(7):
         value = [value] * 8
+    return value
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth - 1):
+        value = [value]
     return value
 
 
@@ -94,8 +101,8 @@ ITSELF.append(ITSELF)
 
 UNSENDABLE = [
     *(np.float32(2.5), np.zeros(2, np.float32), {"loss": {1}}, {1: "one"}, [2**64], -(2**63) - 1, 10**5000),
-    *(msgpack.ExtType(1, b"a"), msgpack.Timestamp(1), "\ud800", ITSELF, [[[[[[[[1]]]]]]]]),
-    *([None] * MAX_OBJECTS, held_often(), ["a" * (1 << 20)] * 32, b"a" * ((1 << 24) - 5)),
+    *(msgpack.ExtType(1, b"a"), msgpack.Timestamp(1), "\ud800", ITSELF, nested(1100)),
+    *([None] * (MAX_SMALL_PAYLOAD - 10), held_often(), ["a" * (1 << 20)] * 32, b"a" * (MAX_SMALL_PAYLOAD - 10)),
 ]
 
 
@@ -115,14 +122,13 @@ def test_what_has_no_text_for_its_name_is_refused():
 @pytest.mark.parametrize(
     "fact",
     [
-        [[[[[[[1]]]]]]],
-        [[[[[[[[]]]]]]]],
-        [None] * (MAX_OBJECTS - 3),
-        b"a" * ((1 << 24) - 12),
+        nested(400),
+        [None] * (MAX_SMALL_PAYLOAD - 11),
+        b"a" * (MAX_SMALL_PAYLOAD - 11),
         {"a": -(2**63), b"b": 2**64 - 1, "c": float("inf"), "d": True},
         np.float64(2.5),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_what_is_just_within_the_bounds_is_told(fact):
     assert all_gather_object(Telling(packed("loss", None)), "loss", fact) == [fact, None]

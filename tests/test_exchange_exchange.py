@@ -1,4 +1,4 @@
-"""Exchanges over links: what the ranks compare when they join, how a lost step goes on, and who is named."""
+"""Exchanges over links: what the ranks compare when they join, how a lost step ends, and who is named."""
 
 import re
 import sys
@@ -15,11 +15,9 @@ from transports import (
     SOON,
     Failing,
     SlowArena,
-    Transport,
     Worker,
     bound,
     contributions,
-    group,
     on_all,
     outcomes,
     rank_order_sum,
@@ -27,10 +25,9 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange import local_group
-from gradengine.exchange.comparison import Hello, packed
-from gradengine.exchange.interface import NonFiniteValue
-from gradengine.exchange.linked import Exchange, Progress
+from gradengine.exchange import NonFiniteValue, local_group
+from gradengine.exchange.exchange import Exchange
+from gradengine.exchange.hello import Hello, packed_hello
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.pump import Pump
 
@@ -52,26 +49,31 @@ def close(exchanges):
         exchange.close()
 
 
-def rejoined(workers, ranks=None, **options):
-    """What becomes of these workers when they join a new group as these ranks."""
-    ranks = range(len(workers)) if ranks is None else ranks
-    exchanges = exchanges_of(len(ranks), **options)
-    for worker, rank in zip(workers, ranks, strict=True):
-        worker.exchange = exchanges[rank]
-    return outcomes(Worker.bind, workers)
+def rejoined(workers, **options):
+    """What becomes of these workers when they join a new group."""
+    pairs = [*zip(workers, exchanges_of(len(workers), **options), strict=True)]
+    found = outcomes(lambda pair: pair[0].bind(pair[1]), pairs)
+    assert found == [None] * len(workers) or {*map(type, found)} == {HandshakeRefused}, found
+    assert len({*map(str, found)}) == 1, "all ranks are told the same"
+    return found[0]
 
 
 def end_well(workers):
-    """Sum what is left of the step, to the right bytes, and leave."""
+    """Sum the step, to the right bytes, and leave."""
     assert on_all(Worker.sum, workers) == [()] * WORLD
     assert [worker.arena.tobytes() for worker in workers] == [EXPECTED] * WORLD
     on_all(lambda worker: worker.exchange.barrier(), workers)
     close(worker.exchange for worker in workers)
 
 
+def drop(workers):
+    for worker, part in zip(workers, contributions(SMALL, WORLD), strict=True):
+        worker.begin(part, worker.step)
+
+
 def is_sending(exchange):
     """Whether the link has got this rank's parts of all spans."""
-    return all(map(exchange._all_reduce.is_started, ALL)) and not exchange._all_reduce._outbox
+    return len(exchange.started) == len(ALL) and not exchange._all_reduce._outbox
 
 
 class Slow(Failing):
@@ -97,23 +99,6 @@ class Slow(Failing):
         return super().poll()
 
 
-def half_summed(seed=0, copy=np.copy, **options):
-    """Three workers of which rank 2 has not started its last span."""
-    workers = bound(exchanges_of(WORLD, **options), SMALL, [*map(copy, contributions(SMALL, WORLD, seed))])
-
-    def work(worker):
-        for span in ALL if worker.exchange.rank < 2 else ALL[:-1]:
-            worker.exchange.start(span)
-        parts = worker.exchange.all_gather(b"")  # so that all have begun
-        assert len(parts) == WORLD
-
-    on_all(work, workers)
-    # The share that waits for the last span is the last of all: the others are summed everywhere, sooner or later.
-    until(lambda: all(worker.exchange._all_reduce.may_hold_sums for worker in workers))
-    close(worker.exchange for worker in workers)
-    return workers
-
-
 def contributions_over(links):
     """In shared memory, where parts are to be read in it."""
     return [shared(part) if links == "shared memory" else part for part in contributions(SMALL, WORLD)]
@@ -134,13 +119,19 @@ WHOLES = {links: transfers_of_a_step(links) for links in LINKS}
 
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("part", range(9))
-def test_a_step_that_is_lost_anywhere_is_run_again_to_the_same_bytes(part, links):
+def test_a_step_that_is_lost_anywhere_is_made_again_or_its_window_is_lost_on_all_ranks(part, links):
     lost_after = HELLO + (WHOLES[links] - HELLO) * part // 8
     exchanges = exchanges_of(WORLD, lost_after=lost_after, links_of=LINKS[links])
     workers = bound(exchanges, SMALL, contributions_over(links))
     found = outcomes(lambda worker: worker.sum() or worker.exchange.barrier(), workers)
     assert all(isinstance(error, PeerLost) for error in found), found
-    assert rejoined(workers, links_of=LINKS[links]) == [None] * WORLD
+    holds_sums = [worker.exchange.holds_sums for worker in workers]
+    refusal = rejoined(workers, links_of=LINKS[links])
+    assert (refusal is not None) == any(holds_sums)
+    if refusal is not None:
+        assert f"the window of step 0 is lost: rank {holds_sums.index(True)} holds sums of it" in str(refusal)
+        drop(workers)
+        assert rejoined(workers, links_of=LINKS[links]) is None
     end_well(workers)
 
 
@@ -190,82 +181,69 @@ def test_a_rank_that_leaves_after_the_last_gather_is_not_missed_by_one_that_is_s
     close(exchanges)
 
 
-def test_what_was_found_before_the_loss_is_not_forgotten():
+def test_the_sums_are_here_as_often_as_they_are_asked_for_and_the_next_step_is_another():
     data = contributions(SMALL, WORLD)
     data[2][SMALL.spans[0].start] = np.inf
-    workers = bound(exchanges_of(WORLD), SMALL, data)
-    on_all(Worker.sum, workers)
-    close(worker.exchange for worker in workers)
-    rejoined(workers)
-    assert on_all(Worker.sum, workers) == [(NonFiniteValue(2, SMALL.spans[0].start, np.inf),)] * WORLD
+    exchanges = exchanges_of(WORLD, timeout=SOON)
+
+    def work(worker):
+        found = []
+        for step in range(3):
+            worker.exchange.start(*ALL)
+            assert worker.exchange.started == {span.key for span in ALL}
+            sums = worker.exchange.wait()
+            assert worker.exchange.wait() is sums
+            found.append((sums.bad, sums.squares.tobytes(), worker.arena.tobytes(), worker.exchange.tell("end", step)))
+            worker.next_step(data[worker.exchange.rank])
+            assert not worker.exchange.started
+        return found
+
+    first, *others = on_all(work, bound(exchanges, SMALL, data))
+    assert others == [first] * 2
+    assert [bad for bad, *_ in first] == [[NonFiniteValue(2, SMALL.spans[0].start, np.inf)]] * 3
+    assert [told for *_, told in first] == [[step] * WORLD for step in range(3)]
+    close(exchanges)
+
+
+def test_what_a_rank_has_told_in_a_step_is_not_told_again_but_over_another_group():
+    """The others may have gone on, and would not answer."""
+    workers = bound(exchanges_of(2, timeout=SOON), SMALL, contributions(SMALL, 2))
+
+    def tell(worker):
+        for _ in range(2 - worker.exchange.rank):
+            told = worker.exchange.tell("loss", worker.exchange.rank)
+        return told
+
+    assert on_all(tell, workers) == [[0, 1]] * 2
+    assert rejoined(workers) is None
+    assert on_all(lambda worker: worker.exchange.tell("loss", 10 + worker.exchange.rank), workers) == [[10, 11]] * 2
     close(worker.exchange for worker in workers)
 
 
 # ---- in another group ----
 
 
-def refused_alike(errors, says):
-    assert {type(error) for error in errors} == {HandshakeRefused}, errors
-    assert len({str(error) for error in errors}) == 1, "all ranks hear the same"
-    assert says in str(errors[0])
-
-
-def test_a_half_summed_step_is_taken_up_by_its_own_ranks_in_its_own_buckets_alone():
-    workers = half_summed(copy=shared)
-    before = [worker.arena.tobytes() for worker in workers]
-    other, dropped = half_summed(seed=9)[2], half_summed()
-    fresh = Worker(None, SMALL, contributions(SMALL, 1)[0])
-    dropped[0].progress.restart()
-    for others, ranks in ((workers[:2], None), (workers, [1, 0, 2]), (workers, [0, 2, 1]), (workers, [1, 2, 0])):
-        refused_alike(rejoined(others, ranks), "step 0 is half summed and rank ")
-    refused_alike(rejoined([*workers[:2], other]), "step 0 is half summed and rank 2 took part in it as another")
-    refused_alike(rejoined([*workers, fresh]), "got rank 0 of 4 in group")
-    refused_alike(rejoined(workers, bucket_bytes=256), "got bucket_bytes=256, expected bucket_bytes=128")
-    refused_alike(rejoined(dropped), "rank 0 has not contributed to what step 0 has summed")
-    assert [worker.arena.tobytes() for worker in workers] == before
-    # Over whatever links there are, one after the other.
-    for links_of in (*LINKS.values(), thread_links):
-        close(worker.exchange for worker in workers)
-        assert rejoined(workers, links_of=links_of) == [None] * WORLD
-    end_well(workers)
-
-
-def test_a_group_keeps_its_name_until_its_step_is_over():
-    workers = half_summed()
-    names = {worker.progress.membership.group for worker in workers}
-    for _ in range(2):
-        assert rejoined(workers) == [None] * WORLD
-        assert {worker.progress.membership.group for worker in workers} == names
-        close(worker.exchange for worker in workers)
-    for worker in workers:
-        worker.progress.restart()
-    rejoined(workers)
-    assert len({worker.progress.membership.group for worker in workers} | names) == 2
-    close(worker.exchange for worker in workers)
-
-
 @pytest.mark.parametrize("how", ["dropped", "finished"])
-def test_ranks_may_come_together_anew_where_nothing_is_half_summed(how):
+def test_ranks_may_come_together_anew_and_otherwise_where_they_hold_no_sums(how):
     data = contributions(SMALL, WORLD)
     workers = bound(exchanges_of(WORLD), SMALL, data)
-    on_all(Worker.sum if how == "finished" else lambda worker: worker.exchange.start(ALL[0]), workers)
-    close(worker.exchange for worker in workers)
+    on_all(Worker.sum, workers)
+    assert rejoined(workers) is not None
     for worker, part in zip(workers, data, strict=True):
-        worker.arena[:] = part
-        worker.progress.next_step() if how == "finished" else worker.progress.restart()
+        worker.begin(part, int(how == "finished"))
     pair = [workers[2], workers[0]]
-    assert rejoined(pair, bucket_bytes=1000) == [None] * 2
+    assert rejoined(pair, bucket_bytes=1000) is None
     on_all(Worker.sum, pair)
     assert {worker.arena.tobytes() for worker in pair} == {rank_order_sum([data[2], data[0]]).tobytes()}
     close(worker.exchange for worker in pair)
 
 
 def test_a_healthy_exchange_is_left_for_another():
-    """In the middle of a step, by ranks that all reconnect at once: the first pump must not write any more."""
+    """Before a step has sums, by ranks that all reconnect at once: the first pump must not write any more."""
     workers = bound(exchanges_of(WORLD), SMALL, contributions(SMALL, WORLD))
     first = [worker.exchange for worker in workers]
-    on_all(lambda worker: [worker.exchange.start(span) for span in ALL], workers)
-    assert rejoined(workers) == [None] * WORLD
+    on_all(lambda worker: worker.exchange.start(*ALL[: -(worker.exchange.rank == 0) or None]), workers[:1])
+    assert rejoined(workers) is None
     with pytest.raises(PeerLost):
         first[0].wait()
     end_well(workers)
@@ -273,36 +251,27 @@ def test_a_healthy_exchange_is_left_for_another():
 
 def test_how_long_the_sums_took_and_what_was_waited_for_them(monkeypatch):
     """From the first span to the last sum; of which a thread moved what came before the wait."""
-    now, wait = [10.0], Pump.wait
+    now, wait, both = [10.0], Pump.wait, threading.Barrier(2)
 
     def later(pump, timeout):
+        both.wait(SOON)
         now[0] = 17.0
+        both.wait(SOON)
         wait(pump, timeout)
 
     monkeypatch.setattr(Pump, "wait", later)
-    (exchange,) = exchanges_of(1, clock=lambda: now[0])
-    (worker,) = bound([exchange], SMALL, contributions(SMALL, 1))
-    exchange.start(ALL[0], in_background=False)
-    now[0] = 12.0
-    exchange.start(*ALL[1:], in_background=False)
-    exchange.wait()
-    assert worker.progress.took == (7.0, 5.0)
-    worker.progress.next_step()
-    assert worker.progress.took == (0.0, 0.0)
-    exchange.close()
+    exchanges = exchanges_of(2, clock=lambda: now[0])
 
+    def work(worker):
+        worker.exchange.start(ALL[0], in_background=False)
+        both.wait(SOON)
+        now[0] = 12.0
+        worker.exchange.start(*ALL[1:], in_background=False)
+        sums = worker.exchange.wait()
+        return sums.total, sums.waited
 
-def test_a_step_begun_over_links_goes_on_over_links_and_another_does_not():
-    over_links = half_summed()
-    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET, join_timeout=SOON) as exchanges:
-        for worker, exchange in zip(over_links, exchanges, strict=True):
-            worker.exchange = exchange
-        errors = outcomes(Worker.bind, over_links)
-    assert all("begun over another kind of exchange" in str(error) for error in errors)
-    with group(Transport.SERVER, WORLD, bucket_bytes=BUCKET) as exchanges:
-        others = bound(exchanges, SMALL, contributions(SMALL, WORLD))
-        on_all(Worker.sum, others)
-    refused_alike(rejoined(others), "rank 0 is in the middle of a step that was begun over another kind of exchange")
+    assert on_all(work, bound(exchanges, SMALL, contributions(SMALL, 2))) == [(7.0, 5.0)] * 2
+    close(exchanges)
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
@@ -312,11 +281,9 @@ def test_parts_are_read_in_place_where_all_arenas_lie_in_shared_memory_only(is_o
     workers = bound(exchanges, SMALL, contributions_over("shared memory"))
     assert all(exchange._all_reduce.reads_in_place for exchange in exchanges)
     close(exchanges)
-    for worker, exchange in zip(workers, exchanges_of(WORLD, links_of=LINKS["shared memory"]), strict=True):
-        worker.exchange, worker.progress = exchange, Progress()
     arena = workers[1].arena.copy()
     workers[1].arena = SlowArena(arena) if is_on_device else arena
-    on_all(Worker.bind, workers)
+    assert rejoined(workers, links_of=LINKS["shared memory"]) is None
     assert not any(worker.exchange._all_reduce.reads_in_place for worker in workers)
     on_all(Worker.sum, workers)
     workers[1].arena = arena
@@ -337,15 +304,21 @@ def changed(at, value=None):
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (changed(0, 4), HandshakeRefused, "rank 1 speaks another version: got 4, expected 3"),
+        (changed(0, 5), HandshakeRefused, "rank 1 speaks another version: got 5, expected 4"),
         (changed(None), HandshakeRefused, "rank 1 speaks another version"),
         *((changed(field, [1]), ProtocolError, "hello of rank 1") for field in range(1, 1 + len(Hello._fields))),
+        (changed(-1, {"average": 1}), ProtocolError, "settings of rank 1"),
+        (
+            changed(-1, {"average": "weighted"}),
+            HandshakeRefused,
+            "rank 1 has another average than rank 0",
+        ),
     ],
 )
 def test_what_cannot_be_read_of_another_rank_is_refused(change, kind, says):
     first, second = thread_links(2)
     exchange, part = Exchange(first), contributions(SMALL, 1)[0]
-    told = [*msgpack.unpackb(packed(Exchange(second)._hello(SMALL, part, Progress(), exchange._link)))]
+    told = [*msgpack.unpackb(packed_hello(Hello(SMALL.fingerprint, lends=True)))]
     change(told)
 
     def speak(rank):
