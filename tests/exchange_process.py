@@ -7,7 +7,7 @@ import threading
 from transports import LARGE, Worker, contributions
 
 from gradengine.exchange import GradientServer, WorkerClient, connect
-from gradengine.exchange.reach import LINKS
+from gradengine.exchange.addresses import LINKS
 
 
 def main(role, address, rank, world_size, spans):

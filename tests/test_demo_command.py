@@ -15,7 +15,7 @@ from gradengine.console.processes import ProcessPool
 from gradengine.demo import command
 from gradengine.demo.run import ENVIRONMENT
 from gradengine.demo.settings import Settings, Transport
-from gradengine.exchange.environment import LAUNCHERS
+from gradengine.exchange.launchers import LAUNCHERS
 
 SMALL = ["--hidden-size", "32", "--blocks", "1", "--sequence-length", "32", "--kv-heads", "4"]
 QUICK = [*SMALL, "--learning-rate", "0.03", "--compared-steps", "4"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_exchange_environment import ALL, SEEN
+from test_exchange_launchers import ALL, SEEN
 
 import gradengine
 from gradengine.commands import doctor
@@ -180,6 +180,7 @@ def test_each_fact_is_shown_with_its_variable(environment, tmp_path):
         "local rank": (1, "LOCAL_RANK"),
         "local size": (2, "LOCAL_WORLD_SIZE"),
         "secret": ("set (24 characters)", "GRADENGINE_SECRET_FILE"),
+        "ports": (None, ""),
         "tls": (None, ""),
         "job": ("TORCHELASTIC_RUN_ID=700d4223", "TORCHELASTIC_RUN_ID"),
     }

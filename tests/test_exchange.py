@@ -31,7 +31,7 @@ from gradengine import GradientEngine
 from gradengine.arrays.shared import place_of
 from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, HandshakeRefused, PeerLost, WindowError
 from gradengine.exchange import GradientServer, NonFiniteValue, connect, local_group
-from gradengine.exchange.rendezvous import address_of
+from gradengine.exchange.addresses import address_of
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)

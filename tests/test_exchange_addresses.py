@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 from channel import SECRET
@@ -11,46 +13,116 @@ from transports import SOON, free_port
 
 from gradengine.errors import CallerError
 from gradengine.exchange import addresses, connect
-from gradengine.exchange.addresses import connect_once, listen_socket, shown
-from gradengine.exchange.rendezvous import address_of
+from gradengine.exchange.addresses import Listener, address_of, connect_once, ports_of, shown, this_host
 
 pytestmark = pytest.mark.timeout(150)
 
 
 def test_port_in_use_is_named_and_can_be_used_again_at_once():
-    with contextlib.closing(listen_socket(("127.0.0.1", 0))) as first:
-        address = first.getsockname()
+    with contextlib.closing(Listener(("127.0.0.1", 0))) as first:
+        address = first.address
         with pytest.raises(CallerError, match=rf"cannot listen at 127\.0\.0\.1:{address[1]} .*in use"):
-            listen_socket(address)
+            Listener(address)
         client = connect_once(address, 1.0)
-        connection, _ = first.accept()
-        connection.close()
+        first.socket.accept()[0].close()
         client.close()
-    listen_socket(address).close()
+    Listener(address).close()
 
 
 def test_unix_path_in_use_is_named_and_one_left_over_is_taken(tmp_path):
     path = str(tmp_path / "socket")
-    first = listen_socket(path)
-    with pytest.raises(CallerError, match=r"cannot listen at .*socket \(.*in use\)"):
-        listen_socket(path)
-    first.close()  # as a killed process leaves it: the path stays
+    first = Listener(path)
+    with pytest.raises(CallerError, match=r"cannot listen at .*socket .*another process may use it"):
+        Listener(path)
+    first.socket.close()  # as a killed process leaves it: the path stays
     assert (tmp_path / "socket").is_socket()
-    with contextlib.closing(listen_socket(path)), contextlib.closing(connect_once(path, 1.0)):
+    with contextlib.closing(Listener(path)), contextlib.closing(connect_once(path, 1.0)):
         pass
+
+
+@pytest.mark.parametrize("moment", ["looks", "moves"])
+def test_of_two_processes_that_come_to_one_stale_path_at_one_moment_one_listens(tmp_path, monkeypatch, moment):
+    """The second does all in the middle of the first one's attempt, before or after that has looked at the path."""
+    path, seconds = str(tmp_path / "s"), []
+    Listener(path).socket.close()  # as a killed process leaves it
+    at, sound = {"looks": (addresses, "_is_stale"), "moves": (addresses.os, "rename")}[moment], None
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(*at, sound)
+        seconds.append(Listener(path))
+        return sound(*arguments)
+
+    sound = getattr(*at)
+    monkeypatch.setattr(*at, interrupted)
+    with pytest.raises(CallerError, match="another process may use it"):
+        Listener(path)
+    [second] = seconds
+    with contextlib.closing(second), contextlib.closing(connect_once(path, SOON)):
+        second.socket.accept()[0].close()
+        assert [*tmp_path.iterdir()] == [tmp_path / "s"]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_file_in_the_way_is_not_removed(tmp_path):
     (tmp_path / "precious").write_text("data")
     with pytest.raises(CallerError):
-        listen_socket(str(tmp_path / "precious"))
+        Listener(str(tmp_path / "precious"))
     assert (tmp_path / "precious").read_text() == "data"
+
+
+# ---- ports ----
+
+
+def test_a_listener_takes_the_first_free_port_of_a_range_and_no_other():
+    with contextlib.closing(Listener(("127.0.0.1", 0))) as taken:
+        port = taken.address[1]
+        with pytest.raises(CallerError, match=f"no port of {port}-{port} is free"):
+            Listener(("127.0.0.1", 0), ports=range(port, port + 1))
+        with contextlib.closing(Listener(("127.0.0.1", 0), ports=range(port, 1 << 16))) as first:
+            assert first.address[1] > port
+
+
+@pytest.mark.parametrize(("text", "ports"), [("1-65535", range(1, 65536)), ("29000-29000", range(29000, 29001))])
+def test_a_range_of_ports_has_its_last_one(text, ports):
+    assert ports_of(text) == ports
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "29000", "0-5", "5-4", "1-65536", "1-2-3", "a-b", " 1-2", "1-2\n", "-1-2", "٣-٤", 29000, (1, 2), b"1-2"],
+)
+def test_what_is_no_range_of_ports_is_refused(text):
+    with pytest.raises(CallerError, match="is not a range of ports"):
+        ports_of(text)
+
+
+# ---- hosts ----
+
+
+def test_this_host_is_the_same_for_processes_with_one_loopback_user_and_files(monkeypatch):
+    assert this_host() == this_host()
+    found = {this_host()}
+    monkeypatch.setattr(addresses.os, "geteuid", lambda: 4711)
+    found.add(this_host())
+    if sys.platform == "linux":
+        monkeypatch.setattr(addresses.os, "readlink", lambda path: path)
+        found.add(this_host())
+        monkeypatch.setattr(addresses.sys, "platform", "darwin")
+        found.add(this_host())
+        assert len(found) == 4
+    assert len(found) > 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_without_proc_no_other_process_is_on_this_host(monkeypatch):
+    monkeypatch.setattr(addresses, "Path", lambda _: Path("/nowhere"))
+    assert this_host() != this_host()
 
 
 @pytest.mark.parametrize("path", ["/nowhere/socket", "/tmp/" + "x" * 200])
 def test_unix_path_that_cannot_be_or_nobody_there(path):
     with pytest.raises(CallerError, match=r"cannot listen at .* [(](?!None)"):
-        listen_socket(path)
+        Listener(path)
     with pytest.raises(OSError, match=r"."):
         connect_once(path, 0.1)
     with pytest.raises(ConnectionRefusedError):
@@ -92,8 +164,8 @@ def test_ranks_join_by_a_name_whatever_addresses_it_has(monkeypatch, numbers):
         with contextlib.closing(connect_once(("six", port), SOON)) as connection:
             assert connection.getpeername()[0] == ("::1" if len(numbers) == 1 else "127.0.0.1")
     for there in ("::1", "127.0.0.1"):
-        with contextlib.closing(listen_socket((there, 0))) as listener:
-            port = listener.getsockname()[1]
+        with contextlib.closing(Listener((there, 0), SECRET)) as listener:
+            port = listener.address[1]
             if there in numbers:
                 connect_once(("six", port), SOON).close()
             else:
@@ -119,6 +191,6 @@ def test_a_system_without_posix_sockets_is_refused_by_name(monkeypatch, missing,
         monkeypatch.delattr(socket, "AF_UNIX")
     else:
         monkeypatch.setattr(socket, "socket", object)
-    for use in (listen_socket, lambda given: connect_once(given, 0.1)):
+    for use in (Listener, lambda given: connect_once(given, 0.1)):
         with pytest.raises(CallerError, match=f"no exchange over {url}"):
             use(address)

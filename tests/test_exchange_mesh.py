@@ -15,18 +15,16 @@ from pathlib import Path
 import pytest
 from channel import SECRET, Channel, claim, knock
 from interrupts import interrupted_at, places_of
-from transports import SOON
+from transports import HAS_SHARED_MEMORY, SOON
 
 from gradengine import errors
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh as mesh_module
-from gradengine.exchange.addresses import MOST_PATH_BYTES, connect_once, listen_socket
+from gradengine.exchange.addresses import MOST_PATH_BYTES, Listener, address_of, connect_once, this_host
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.links import sockets
-from gradengine.exchange.listener import Listener, is_nameless, nameless
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.rendezvous import address_of
-from gradengine.exchange.wire import Abort, Hello, Listening, Members, Nonce, Proof, Refused, encoded
+from gradengine.exchange.wire import Abort, Hello, Listening, Members, Moved, Nonce, Proof, Refused, encoded
 
 pytestmark = pytest.mark.timeout(150)
 NOWHERE = "tcp://127.0.0.1:9"
@@ -36,6 +34,14 @@ NOWHERE = "tcp://127.0.0.1:9"
 def address(request, tmp_path):
     """Where rank 0 is to listen."""
     return ("127.0.0.1", 0) if request.param == "tcp" else str(tmp_path / "s")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path_factory, monkeypatch):
+    """In which ranks of one host meet; a short one."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def listener():
 
 def mesh(at, rank, world_size, *, secret=None, job="", timeout, clock=time.monotonic, link=None, tls=None):
     """A rank's link; `at` is on rank 0 its listener, on the others rank 0's address."""
-    joining = mesh_module._Joining(rank, world_size, secret, job, timeout, clock, link, tls)
+    joining = mesh_module.Joining(rank, world_size, secret, job, timeout, clock, link, tls)
     return joining.link(lambda: joining.host(at) if isinstance(at, Listener) else joining.join(at))
 
 
@@ -128,10 +134,10 @@ def call(address, rank, world_size, *, secret=SECRET, job="", called=0, group=b"
     return channel
 
 
-def meet(address, rank, world_size, url=NOWHERE):
-    """A channel to rank 0 by hand, which has said where its rank listens."""
+def meet(address, rank, world_size, url=NOWHERE, host="elsewhere"):
+    """A channel to rank 0 by hand, which has said where its rank listens, by default on another host."""
     channel = call(address, rank, world_size)
-    channel.send(Listening(url))
+    channel.send(Listening(url, host))
     return channel
 
 
@@ -149,10 +155,10 @@ def called_by(listener):
     return channel, channel.expect(Hello)
 
 
-def answered(listener, beside=""):
+def answered(listener):
     """The same, to a rank that waits for the others then."""
     (channel, hello), nonce = called_by(listener), new_nonce()
-    channel.send(Nonce(nonce, beside))
+    channel.send(Nonce(nonce))
     given = channel.expect(Proof)
     assert given.proof == proof(SECRET, "caller", hello, nonce, 0, b"")
     channel.send(Proof(proof(SECRET, "called", hello, nonce, 0, b"")))
@@ -186,25 +192,27 @@ def test_ranks_that_start_in_any_order_are_connected(address, order, tmp_path):
 
 
 @pytest.mark.parametrize("stops", ["connected", "met"])
-def test_a_rank_calls_again_where_rank_0_ends_and_starts_again(tmp_path, stops):
-    """Also where it listens at a path already, which it then does again."""
+def test_a_rank_calls_again_if_rank_0_ends_and_starts_again(tmp_path, stops):
+    """Also if it listens at a path already, which it then does again."""
     before = Listener(str(tmp_path / "s"))
     second = Started(before.address, 1, 2)
     if stops == "met":
         channel = answered(before)
         before.close()
+        again = Listener(before.address)
         channel.close()
     else:
         before.socket.setblocking(True)
         connection, _ = before.socket.accept()
         before.close()
         connection.close()
-    form([*start(Listener(before.address), 2, [0]), second])
+        again = Listener(before.address)
+    form([*start(again, 2, [0]), second])
     assert [*tmp_path.iterdir()] == []
 
 
 def test_connections_are_kept_alive_and_closed_in_children(listener):
-    started = start(listener, 2, range(2))
+    started = start(listener, 2, range(2), link="tcp")
     for link in [rank.link() for rank in started]:
         [connection] = [each.socket for each in link._connections.values()]
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -217,12 +225,13 @@ def test_connections_are_kept_alive_and_closed_in_children(listener):
 
 # ---- strangers ----
 
+LISTENING = Listening(NOWHERE, "elsewhere")
 HELLOS = [Hello(1, 3, "", bytes(32)), Hello(0, 1, "", bytes(32)), Hello(1 << 62, 1 << 62, "", bytes(32))]
 RUBBISH = [
     *(b"", b"\x93\xce\x01", b"\x94\xa2GE\xcc\x04", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), encoded(HELLOS[0])[:-1]),
     encoded(Hello(1, 3, "", b"")) + encoded(Proof(b"")),
     *(encoded(hello) + encoded(Proof(bytes(32))) for hello in HELLOS[1:]),
-    *(encoded(HELLOS[0]) + encoded(Listening(NOWHERE)), encoded(Listening(NOWHERE))),
+    *(encoded(HELLOS[0]) + encoded(LISTENING), encoded(LISTENING)),
     *(claim(HELLOS[0], 1 << 30), claim(Abort("", ""), 2**32 - 1), encoded(Refused("words"))),
     claim(Members(b"", "", []), 1 << 20) + bytes(1 << 12),
 ]
@@ -272,7 +281,7 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
         impostor = Channel(place.accept()[0], "rank 2")
         hello = impostor.expect(Hello)
         nonce = new_nonce()
-        impostor.send(Nonce(nonce, ""))
+        impostor.send(Nonce(nonce))
         given = impostor.expect(Proof)
         group = one.expect(Members).group
         answer = bytes(32) if passed_on_to is None else proof(SECRET, "called", hello, nonce, passed_on_to, group)
@@ -322,8 +331,8 @@ def test_a_rank_beside_rank_0_that_knows_it_by_a_name_for_loopback_is_found_at_r
     monkeypatch.setattr(mesh_module, "connect_once", resolved)
     listener = Listener(("0.0.0.0", 0), SECRET)
     names = ["debian", "127.0.0.2", "debian"]
-    ranks = [Started((name, listener.address[1]), rank, 4) for rank, name in enumerate(names, 1)]
-    form([Started(listener, 0, 4), *ranks])
+    ranks = [Started((name, listener.address[1]), rank, 4, link="tcp") for rank, name in enumerate(names, 1)]
+    form([Started(listener, 0, 4, link="tcp"), *ranks])
     others = {host for host, port in called if port != listener.address[1]}
     assert others == {"127.0.0.2", "127.0.1.1", "127.0.0.1"}  # rank 1 from rank 2, ranks 1 and 2 from rank 3
 
@@ -441,30 +450,21 @@ def test_a_rank_says_that_rank_0_waits_for_others(listener):
 # ---- over TCP, on one host ----
 
 
-@pytest.fixture
-def beside():
-    """Rank 0's, which ranks on its host reach over a Unix socket too."""
-    listener = Listener(("127.0.0.1", 0), SECRET, is_beside=True)
-    yield listener
-    listener.close()
+@pytest.mark.parametrize("link", [None, "unix", "shared_memory", "tcp"])
+def test_ranks_of_one_host_meet_again_at_a_unix_socket_of_their_user_s_alone(listener, link, folder):
+    if link == "shared_memory" and not HAS_SHARED_MEMORY:
+        pytest.skip("no memfd on this platform")
+    best = "shared_memory" if HAS_SHARED_MEMORY else "unix"
+    links = form(start(listener, 4, range(4), link=link))
+    assert [each.name for each in links] == [link or best] * 4
+    assert [*folder.glob("*/*")] == []
+    assert [stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()] == [0o700] * (link != "tcp")
 
 
-ONE_HOST = pytest.mark.skipif(sys.platform != "linux", reason="no Unix sockets without a path on this platform")
-
-
-@ONE_HOST
-@pytest.mark.parametrize("link", [None, "unix", "shared_memory"])
-def test_ranks_of_one_host_find_that_out(beside, link):
-    links = form(start(beside, 4, range(4), link=link))
-    assert [each.name for each in links] == [link or "shared_memory"] * 4
-
-
-@ONE_HOST
 @pytest.mark.parametrize("link", [None, "unix"])
-def test_where_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link(beside, link):
-    """One by hand, which stays with the connection over TCP as whoever does not reach the Unix socket."""
-    started = start(beside, 3, [0, 1], link=link)
-    with contextlib.closing(meet(beside.address, 2, 3)) as far:
+def test_if_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link(listener, link):
+    started = start(listener, 3, [0, 1], link=link)
+    with contextlib.closing(meet(listener.address, 2, 3)) as far:
         if link is not None:
             for kind, says in (*(rank.error() for rank in started), told_by(far)):
                 assert kind is HandshakeRefused
@@ -477,77 +477,101 @@ def test_where_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link
             assert [link.name for link in form(started)] == ["tcp", "tcp"]
 
 
-@ONE_HOST
-def test_who_finds_a_unix_socket_busy_tries_again(beside, monkeypatch):
-    """Its backlog is full, as strangers may have it, who know its name: that is no reason to go over TCP."""
-    failed = []
-
-    def busy(address, timeout):
-        if isinstance(address, str) and len(failed) < 3:
-            failed.append(address)
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return connect_once(address, timeout)
-
-    monkeypatch.setattr(mesh_module, "connect_once", busy)
-    assert [link.name for link in form(start(beside, 3, range(3)))] == ["shared_memory"] * 3
-    assert len(failed) == 3
+@pytest.mark.parametrize("link", [None, "unix"])
+def test_without_a_folder_ranks_of_one_host_stay_at_tcp_or_are_refused_another_link(listener, link, folder, caplog):
+    (folder / f"gradengine-{os.getuid()}").touch()
+    started = start(listener, 2, range(2), link=link)
+    if link is None:
+        assert [link.name for link in form(started)] == ["tcp", "tcp"]
+        assert "stay at TCP: " in caplog.text
+        return
+    for kind, says in [rank.error() for rank in started]:
+        assert kind is HandshakeRefused
+        assert f"cannot make '{folder}/gradengine-" in says
 
 
-@ONE_HOST
-def test_where_all_are_on_one_host_a_rank_that_is_not_reached_there_is_named(beside, monkeypatch):
-    tried, clock = threading.Semaphore(0), Clock()
+def test_a_stranger_that_was_there_before_is_not_let_in_at_the_second_meeting(listener):
+    """Otherwise it would be the only one of a Unix group that is connected over TCP."""
+    first, hello = Started(listener, 0, 2), Hello(1, 2, "", new_nonce())
+    with contextlib.closing(knock(listener.address)) as stranger:
+        stranger.send(hello)
+        nonce = stranger.expect(Nonce).nonce
+        with contextlib.closing(meet(listener.address, 1, 2, host=this_host())) as second:
+            path = address_of(second.expect(Moved).url)
+        with contextlib.suppress(PeerLost):
+            stranger.send(Proof(proof(SECRET, "caller", hello, nonce, 0, b"")))
+        with pytest.raises(PeerLost):
+            stranger.receive()
+    form([first, Started(path, 1, 2)])
 
-    def nobody(address, timeout):
-        if is_nameless(address) and address != nameless(beside.beside):
-            tried.release()
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        return connect_once(address, timeout)
 
-    monkeypatch.setattr(mesh_module, "connect_once", nobody)
-    monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
-    started = [*start(beside, 3, [0, 1]), Started(beside.address, 2, 3, clock=clock)]
-    started[0].link().close()
-    for _ in range(2):  # it tries again, and no other way
-        assert tried.acquire(timeout=SOON)
-    clock.now = 1e8
-    kind, told = started[2].error()
+def test_one_deadline_is_that_of_both_meetings(listener):
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock, timeout=7.0)
+    with contextlib.closing(meet(listener.address, 1, 2, host=this_host())) as second:
+        path = address_of(second.expect(Moved).url)
+    clock.now = 6.9
+    knock(path).close()
+    clock.jump(path)
+    kind, told = first.error()
     assert kind is PeerLost
-    assert "rank 2 could not connect to rank 1" in told
+    assert "rank 1 did not join rank 0 within 7 s" in told
 
 
-@pytest.mark.parametrize("name", ["a" * 31, "A" * 32, "../" + "a" * 29])
-def test_a_name_that_nobody_draws_is_refused(listener, name):
-    second = Started(listener.address, 1, 2)
-    with contextlib.closing(called_by(listener)[0]) as channel:
-        channel.send(Nonce(bytes(32), name))
-        assert second.error()[0] is ProtocolError
-
-
-@ONE_HOST
-def test_a_name_leads_to_no_other_name(listener):
-    second = Started(listener.address, 1, 2)
-    with contextlib.closing(listen_socket(nameless("0" * 32))) as trap, contextlib.ExitStack() as stack:
-        channel = stack.enter_context(contextlib.closing(called_by(listener)[0]))
-        channel.send(Nonce(bytes(32), "0" * 32))
-        led = stack.enter_context(contextlib.closing(Channel(trap.accept()[0], "rank 1")))
-        led.expect(Hello)
-        led.send(Nonce(bytes(32), "0" * 32))
-        assert second.error()[0] is ProtocolError
+IMPOSSIBLE = [("pigeon", None, ProtocolError), ("shared_memory", None, ProtocolError)]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "own", "kind"), [("tcp", None, None), ("pigeon", None, ProtocolError), ("tcp", "unix", HandshakeRefused)]
+    ("chosen", "own", "kind"), [("tcp", None, None), *IMPOSSIBLE, ("tcp", "unix", HandshakeRefused)]
 )
 def test_the_link_is_what_rank_0_has_chosen_unless_it_cannot_be_or_another_was_asked_for(listener, chosen, own, kind):
-    """Where the name that rank 0 says leads nowhere."""
     second = Started(listener.address, 1, 2, link=own)
-    with contextlib.closing(answered(listener, "0" * 32)) as channel:
+    with contextlib.closing(answered(listener)) as channel:
         channel.send(Members(bytes(16), chosen, [NOWHERE]))
         if kind is None:
             assert second.link().name == "tcp"
             second.link().close()
         else:
             assert second.error()[0] is kind
+
+
+@pytest.mark.parametrize("url", ["", "tcp://127.0.0.1"])
+def test_rank_0_that_sends_ranks_nowhere_is_refused(listener, url):
+    second = Started(listener.address, 1, 2)
+    with contextlib.closing(answered(listener)) as channel:
+        channel.send(Moved(url))
+        assert second.error()[0] is ProtocolError
+
+
+# ---- who cannot join any more ----
+
+
+@pytest.mark.parametrize("where", ["rank 0", "rank 1"])
+def test_a_rank_that_was_let_in_and_finds_no_listener_any_more_is_told_so_at_once(listener, where):
+    """As one whose connection was reset before it heard that it was let in: the others listen no more then."""
+    clock = Clock()  # which stands still, so that no attempt ends by its deadline
+    second = Started(listener.address, 2, 3, clock=clock)
+    channel = answered(listener)
+    if where == "rank 1":
+        channel.send(Members(bytes(16), "tcp", [NOWHERE, NOWHERE]))
+        listener.close()
+    else:
+        listener.close()
+        channel.close()
+    kind, told = second.error()
+    channel.close()
+    assert kind is PeerLost
+    assert f"{where} listens no more" in told
+
+
+def test_a_path_that_a_rank_may_not_use_is_refused_at_once(tmp_path, monkeypatch):
+    def denied(address, timeout):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(mesh_module, "connect_once", denied)
+    kind, told = Started(str(tmp_path / "s"), 1, 2, clock=Clock()).error()
+    assert kind is HandshakeRefused
+    assert "rank 1 may not connect to rank 0 at " in told
 
 
 # ---- the listener ----
@@ -598,9 +622,9 @@ def test_arguments_out_of_range(tmp_path):
 # ---- Ctrl-C ----
 
 
-@pytest.mark.parametrize("is_beside", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("is_tcp", [False, True], ids=["unix", "tcp"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_interrupted_at_any_line_nothing_is_left_open(rank, is_beside, tmp_path, monkeypatch):
+def test_interrupted_at_any_line_nothing_is_left_open(rank, is_tcp, tmp_path, folder, monkeypatch):
     """The other rank, which may try again and again, is told at last that its time is over."""
     made, sound = [], socket.socket.__init__
 
@@ -610,10 +634,10 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, is_beside, tmp_path,
 
     monkeypatch.setattr(socket.socket, "__init__", noted)
     monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
-    given = ("127.0.0.1", 0) if is_beside else str(tmp_path / "s")
+    given = ("127.0.0.1", 0) if is_tcp else str(tmp_path / "s")
 
     def joined(call):
-        clock, listener = Clock(), Listener(given, is_beside=is_beside)
+        clock, listener = Clock(), Listener(given)
         address = listener.address
         places = (listener, address) if rank == 0 else (address, listener)
         other = Started(places[1], 1 - rank, 2, clock=clock)
@@ -621,18 +645,22 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, is_beside, tmp_path,
         if rank == 0:
             listener.close()
         clock.jump(address)
+        for path in folder.glob("*/*"):  # where rank 0 may wait by now
+            clock.jump(str(path))
         with contextlib.suppress(PeerLost):
             other.link().close()
         left = [each for each in made if each.fileno() >= 0]
         made.clear()
         return found, left
 
-    # What a return hands over that is interrupted nobody can close; at a `try` no signal is looked for.
-    files = {"line.py", "listener.py", "mesh.py"}
+    # What a return hands over that is interrupted nobody can close; at a `try` and at the end of a `with` no signal is
+    # looked for.
+    files = {"line.py", "addresses.py", "mesh.py"}
     lines = [
         (file, line, event, time)
         for file, line, event, time in joined(places_of)[0]
-        if event == "line" and Path(file).name in files and linecache.getline(file, line).strip() != "try:"
+        if event == "line" and Path(file).name in files
+        if not linecache.getline(file, line).strip().startswith(("try:", "with socket."))
     ]
     assert len(lines) > 50
     for at in lines:

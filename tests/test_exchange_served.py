@@ -28,10 +28,10 @@ from transports import (
 )
 
 from gradengine.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange.addresses import Listener
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.hello import Hello, packed_hello
-from gradengine.exchange.listener import Listener
-from gradengine.exchange.mesh import Meeting, link_to_ranks
+from gradengine.exchange.mesh import Joining, Meeting
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.server import Hub
 from gradengine.exchange.wire import head
@@ -60,8 +60,9 @@ class Served:
             return self.is_closing
 
         try:
-            joining = {"timeout": join_timeout, "is_closing": closes, "gives_up": gives_up, "clock": clock}
-            link = link_to_ranks(self.listener, self.world_size, secret=self.secret, job=self.job, **joining)
+            joining = Joining(self.world_size, self.world_size, self.secret, self.job, join_timeout, clock)
+            joining.is_closing, joining.gives_up = closes, gives_up
+            link = joining.link(lambda: joining.host(self.listener))
             self.hub = Hub(link, clock=clock, **options)
             self.hub.serve(closes)
         except BaseException as fault:

@@ -5,7 +5,6 @@ import logging
 import shutil
 import socket
 import ssl
-import sys
 from functools import partial
 
 import certificates
@@ -13,17 +12,26 @@ import pytest
 from channel import SECRET, Channel, knock
 from faulty import Between, Way
 from test_exchange_mesh import Clock, Started, form, start
-from transports import SMALL, SOON, Worker, bound, contributions, leave_together, on_all, rank_order_sum, tcp_pair
+from transports import (
+    HAS_SHARED_MEMORY,
+    SMALL,
+    SOON,
+    Worker,
+    bound,
+    contributions,
+    leave_together,
+    on_all,
+    rank_order_sum,
+    tcp_pair,
+)
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
-from gradengine.exchange.addresses import connect_once
-from gradengine.exchange.environment import secret_in
+from gradengine.exchange.addresses import Listener, connect_once
 from gradengine.exchange.exchange import Exchange
+from gradengine.exchange.launchers import secret_in
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.listener import Listener, nameless
 from gradengine.exchange.tls import Certificates, certificates_of, warn_once
-from gradengine.exchange.wire import Hello, Nonce
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
@@ -186,57 +194,36 @@ def over_tcp(stack, front, back, relay):
     return [stack.enter_context(end) for end in ends]
 
 
-def over_sockets_beside(stack, front, back, relay):
-    """The same by Unix sockets, whose names the relay says, and hears, over TCP."""
-    rank_1, rank_0 = (Channel(end, "an end") for end in over_tcp(stack, front, back, relay))
-    rank_0.send(rank_1.expect(Hello))
-    nonce = rank_0.expect(Nonce)
-    rank_1.send(Nonce(nonce.nonce, front.beside))
-    front.nearby[0].setblocking(True)
-    ends = front.nearby[0].accept()[0], connect_once(nameless(nonce.beside), SOON)
-    return [stack.enter_context(end) for end in ends]
-
-
-@pytest.fixture(params=[over_tcp, over_sockets_beside])
-def between(request):
-    """A function that stands between two ranks, their own listener, and one that rank 1 takes for it."""
-    is_beside = request.param is over_sockets_beside
-    if is_beside and sys.platform != "linux":
-        pytest.skip("sockets without a path are Linux's")
-    with contextlib.ExitStack() as stack:
-        back, front = (
-            stack.enter_context(contextlib.closing(Listener(("127.0.0.1", 0), SECRET, is_beside=is_beside)))
-            for _ in range(2)
-        )
-        yield partial(request.param, stack, front, back), back, front
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 def test_whoever_is_between_two_ranks_with_a_certificate_and_no_secret_can_pass_nothing_on(
-    between, folders, is_encrypted
+    listener, folders, is_encrypted
 ):
     """But without TLS it can, else this would prove nothing."""
-    stand, back, front = between
     own, relay, clock = Certificates(folders / "node1"), Certificates(folders / "node2"), Clock()
-    options = {"tls": own} if is_encrypted else {}
-    first, second = Started(back, 0, 2, clock=clock, **options), Started(front.address, 1, 2, **options)
-    pass_on(stand(relay if is_encrypted else None), messages=2 if is_encrypted else 3)
-    if not is_encrypted:
-        form([first, second])
-        return
-    kind, told = second.error()
-    assert kind is HandshakeRefused
-    assert "rank 1 has another secret, or is not the one at the other end of TLS" in told
-    clock.jump(back.address)
-    assert "(last refused here: rank 1 has another secret, or is not the one at" in first.error()[1]
+    options = {"link": "tcp"} | ({"tls": own} if is_encrypted else {})
+    with contextlib.closing(Listener(("127.0.0.1", 0), SECRET)) as front, contextlib.ExitStack() as stack:
+        first = Started(listener, 0, 2, clock=clock, **options)
+        second = Started(front.address, 1, 2, **options)
+        ends = over_tcp(stack, front, listener, relay if is_encrypted else None)
+        pass_on(ends, messages=2 if is_encrypted else 3)
+        if not is_encrypted:
+            form([first, second])
+            return
+        kind, told = second.error()
+        assert kind is HandshakeRefused
+        assert "rank 1 has another secret, or is not the one at the other end of TLS" in told
+        clock.jump(listener.address)
+        assert "(last refused here: rank 1 has another secret, or is not the one at" in first.error()[1]
 
 
-def test_ranks_on_one_host_with_certificates_of_their_own_go_on_over_unix_sockets(folders):
-    """Where there are such sockets; each rank's proof holds for the certificate of the rank that it called over TCP."""
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])
+def test_ranks_on_one_host_with_certificates_of_their_own_meet_again_without_them(folders, secret):
+    """In a folder of their user alone; what they send does not leave the host."""
     own = [Certificates(folders / name) for name in ("node1", "node2", "node1")]
-    with contextlib.closing(Listener(("127.0.0.1", 0), SECRET, is_beside=sys.platform == "linux")) as near:
-        links = form([Started(near if rank == 0 else near.address, rank, 3, tls=own[rank]) for rank in range(3)])
-    assert {link.name for link in links} == ({"shared_memory"} if sys.platform == "linux" else {"tcp"})
+    with contextlib.closing(Listener(("127.0.0.1", 0), secret)) as listener:
+        ranks = [(listener if rank == 0 else listener.address, rank) for rank in range(3)]
+        links = form([Started(at, rank, 3, tls=own[rank], secret=secret) for at, rank in ranks])
+    assert {link.name for link in links} == {"shared_memory" if HAS_SHARED_MEMORY else "unix"}
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000])
@@ -281,7 +268,8 @@ def test_what_leaves_the_host_in_plain_is_warned_of_once(run, tmp_path, caplog, 
     def formed(address, tls=None):
         warn_once.cache_clear()
         for _ in range(2):
-            form(start(Listener(address, SECRET), 2, range(2), tls=tls))
+            link = "tcp" if isinstance(address, tuple) else None
+            form(start(Listener(address, SECRET), 2, range(2), tls=tls, link=link))
         return sum("in plain: pass tls=" in said for said in caplog.messages)
 
     assert formed(("127.0.0.1", 0)) == 0
@@ -313,14 +301,6 @@ def test_what_is_no_folder_and_mpi_takes_none(run):
     for call in (*calls, partial(connect, "mpi://", tls=run.folder)):
         with pytest.raises(CallerError, match=r"tls|TLS"):
             call()
-
-
-@pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])
-def test_without_a_secret_ranks_of_one_host_need_certificates_too(folders, secret):
-    """A Unix socket without a path can be called by any user of the host."""
-    first = connect("tcp://127.0.0.1:0", 0, 2, tls=folders / "run", secret=secret)
-    assert bool(first._link._listener.nearby) is (bool(secret) and sys.platform == "linux")
-    first.close()
 
 
 @pytest.mark.parametrize(

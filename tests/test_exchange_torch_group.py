@@ -16,6 +16,7 @@ from transports import HAS_SHARED_MEMORY
 from gradengine import connect
 from gradengine.errors import CallerError
 from gradengine.exchange import torch_group
+from gradengine.exchange.addresses import this_host
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
@@ -85,7 +86,7 @@ def test_ranks_of_one_host_meet_at_its_loopback_and_share_memory(link, found, ra
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2")
 def test_ranks_of_several_hosts_meet_where_gloo_listens(ranks_that_run):
-    assert ranks_that_run(2, "meets-afar", "127.0.0.2") == [(0, "unix 127.0.0.2\n")] * 2
+    assert ranks_that_run(2, "meets-afar", "127.0.0.2") == [(0, "tcp 127.0.0.2\n")] * 2
 
 
 def test_a_rank_0_that_cannot_listen_says_why_and_the_others_that_it_cannot(ranks_that_run):
@@ -100,6 +101,8 @@ def test_gloo_listens_at_the_first_interface_that_it_is_told_or_where_the_name_o
     leads_to = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: leads_to)
     assert torch_group._host_of_gloo() == "192.0.2.7"
+    leads_to[:] = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::7", 0, 0, 0))]
+    assert torch_group._host_of_gloo() == "2001:db8::7"
     if sys.platform == "linux":
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
         assert torch_group._host_of_gloo() == "127.0.0.1"
@@ -111,9 +114,9 @@ def test_gloo_listens_at_the_first_interface_that_it_is_told_or_where_the_name_o
 
 
 def test_processes_of_one_host_say_the_same_host():
-    program = "from gradengine.exchange.torch_group import _this_host; print(_this_host().decode())"
+    program = "from gradengine.exchange.addresses import this_host; print(this_host())"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
-    assert found == f"{torch_group._this_host().decode()}\n"
+    assert found == f"{this_host()}\n"
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks_that_run):

@@ -39,11 +39,10 @@ from test_exchange_tls import Flipped
 from transports import HAS_SHARED_MEMORY, SOON, Failing, Worker, on_all, outcomes, shared
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost
-from gradengine.exchange.addresses import connect_once
+from gradengine.exchange.addresses import Listener, connect_once
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.links.threads import thread_links
-from gradengine.exchange.listener import Listener
 from gradengine.exchange.tls import Certificates, hashes_of
 from gradengine.exchange.wire import Abort, Hello, Nonce, Proof
 from gradengine.layout import GradientLayout

@@ -279,7 +279,7 @@ class TestFailures:
                     engine.step()
             engine.discard()
             add_window(engine, device)
-            with pytest.raises(PeerLost, match=r"has left the group.*reconnect\(\)"):
+            with pytest.raises(PeerLost, match=r"left the group.*reconnect"):
                 engine.step()
             return engine
 

@@ -13,6 +13,7 @@ from devices import on_host, put_all
 
 from gradengine import GradientEngine, GradientLayout
 from gradengine.errors import CallerError
+from gradengine.exchange.exchange import Sums
 
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 HOST = available("host")
@@ -102,7 +103,8 @@ class TestNumbers:
 
 def test_seconds_of_the_exchange_for_which_the_step_waited_are_not_hidden():
     result = stepped(HOST)
-    metrics = dataclasses.replace(result, _decided=dataclasses.replace(result._decided, took=(3.0, 1.0))).metrics()
+    decided = dataclasses.replace(result._decided, sums=Sums(np.ones(1), [], 3.0, 1.0))
+    metrics = dataclasses.replace(result, _decided=decided).metrics()
     assert (metrics["exchange_seconds"], metrics["exchange_hidden_seconds"]) == (3.0, 2.0)
 
 

@@ -19,8 +19,16 @@ from typing import Any, TypeAlias
 from gradengine import __version__
 from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, DeviceUnavailable
-from gradengine.exchange.environment import not_taken, read_job, read_secret, read_world
-from gradengine.exchange.rendezvous import read_address, refuse_without_secret
+from gradengine.exchange.launchers import (
+    PORTS,
+    not_taken,
+    read_address,
+    read_job,
+    read_ports,
+    read_secret,
+    read_world,
+    refuse_without_secret,
+)
 from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
@@ -104,7 +112,8 @@ def environment(variables: Mapping[str, str]) -> Rows:
 
 def _facts(variables: Mapping[str, str]) -> Rows:
     secret, world, job = read_secret(variables), read_world(variables), read_job(variables)
-    address = read_address(variables, secret=secret.value if secret else None)
+    ports = read_ports(variables)
+    address = read_address(variables, secret=secret.value if secret else None, ports=ports)
     refuse_without_secret(address, secret.value if secret else None)
     certificates, launcher = certificates_of(None), world.launcher
     rows: Rows = {
@@ -115,6 +124,7 @@ def _facts(variables: Mapping[str, str]) -> Rows:
         "local size": (world.local_size, launcher.local_size),
         "address": (address.value, address.source),
         "secret": (f"set ({len(secret.value)} characters)" if secret else None, secret.source if secret else ""),
+        "ports": (f"{ports[0]}-{ports[-1]}" if ports else None, PORTS),
         "tls": (str(certificates.folder) if certificates else None, VARIABLE),
         "job": (job.value or None, job.source),
     }

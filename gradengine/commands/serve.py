@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from gradengine.exchange import GradientServer
-from gradengine.exchange.environment import read_secret, secret_in
+from gradengine.exchange.launchers import read_secret, secret_in
 
 __all__ = ["serve"]
 

@@ -26,7 +26,7 @@ from gradengine.demo.text import Texts, read_texts, unigram_entropy
 from gradengine.demo.worker import join_launched, train_launched
 from gradengine.errors import CallerError
 from gradengine.exchange import Exchange
-from gradengine.exchange.environment import read_world
+from gradengine.exchange.launchers import read_world
 
 __all__ = ["demo"]
 

@@ -4,10 +4,10 @@ In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum ov
 over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py` gathers small data over them, and
 `comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
 `ordered_all_reduce.py` adds each share at its owner, `pump.py` runs that over a link, and `patience.py` counts the
-seconds of a wait. `mesh.py` connects ranks over sockets and chooses their link, `listener.py` is the socket that they
-call, `reach.py` says at which address, `tls.py` encrypts what they send, and `torch_group.py` tells a torch process
-group where it is; `device_calls.py` is what such a group's NCCL does. In a group with a server (`server.py`) the server
-owns all shares, and `hub.py` runs it. Imports `arrays`, `layout` and `kernels`.
+seconds of a wait. `mesh.py` connects ranks over sockets and chooses their link, `launchers.py` and `addresses.py` say
+where, `tls.py` encrypts what they send, and `torch_group.py` tells a torch process group where it is; `device_calls.py`
+is what such a group's NCCL does. In a group with a server (`server.py`) the server owns all shares, and `hub.py` runs
+it. Imports `arrays`, `layout` and `kernels`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from gradengine.arguments import as_index, checked_seconds, said, truth_value
 from gradengine.errors import CallerError, refuses_renamed
+from gradengine.exchange.addresses import MPI_URL, address_of
 from gradengine.exchange.device_calls import device_calls_of
-from gradengine.exchange.environment import job_or_launchers, launcher_of
 from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, WorkerClient, local_group
+from gradengine.exchange.launchers import ADDRESS, is_over_mpi, job_or_launchers, joining, launcher_of, read_ports
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import NonFiniteValue
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT
-from gradengine.exchange.rendezvous import MPI_URL, address_of, is_over_mpi, joining
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.torch_group import meeting_by_torch
@@ -56,6 +56,7 @@ def connect(
     link: str | None = None,
     served: bool = False,
     tls: str | os.PathLike[str] | None = None,
+    ports: str | None = None,
     process_group: Any = None,
     communicator: Any = None,
 ) -> Exchange:
@@ -65,9 +66,9 @@ def connect(
     GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS); `gradengine doctor` prints them.
 
     Over sockets rank 0 listens from now on, and nothing is sent before the engine binds a layout: workers may start in
-    any order. Then each rank listens at a port of its own until all are connected with each other. Ranks on one host
-    notice that, also over tcp://, and use Unix sockets. If all ranks are on one host, they read each other's arenas in
-    shared memory, if the engine is built with this exchange, on the CPU, and the address is loopback or a Unix socket.
+    any order. Then each rank listens at a port of its own until all are connected with each other. If all ranks are on
+    one host, they notice that, also over tcp://, and use Unix sockets. Then they read each other's arenas in shared
+    memory, if the engine is built with this exchange, on the CPU, and the address is loopback or a Unix socket.
 
     With an MPI communicator or a torch process group, rank and world size are the group's, and all of its ranks call
     this together. Bytes are sent over a private duplicate of the communicator; a process group is only used to tell its
@@ -95,10 +96,12 @@ def connect(
         tls: A folder with ca.crt, tls.crt and tls.key, by which all that leaves this host is encrypted, both ends show
             certificates of one authority (docs/tls.md), and NCCL moves no gradients. None: that in GRADENGINE_TLS; if
             there is none, data is sent in plain.
+        ports: The ports at which ranks listen over TCP, as "29000-29100", for firewalls. Rank 0 listens at the port of
+            `url`, and each other rank at the first free port of these. None: those in GRADENGINE_PORTS, or any.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is the default one,
             which is None before `init_process_group`. Not together with url, secret, job or served.
         communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, secret, job, link,
-            served or tls: MPI's own messages are not encrypted.
+            served, ports or tls: MPI's own messages are not encrypted.
 
     Raises:
         CallerError: A bad URL, rank, job or secret; an address beyond loopback without a secret; an address at which
@@ -114,18 +117,23 @@ def connect(
     """
     served, certificates = truth_value("served", served), certificates_of(tls)
     group: Link | Meeting
+    options: Any
     if process_group is not None or communicator is not None or is_over_mpi(url):
-        given = {"secret": secret, "job": job, "link": link, "served": served or None, "tls": tls}
+        given = {"secret": secret, "job": job, "link": link, "served": served or None, "tls": tls, "ports": ports}
         _refuse_of_sockets(url, process_group, communicator, given)
         url, seconds = None, checked_seconds("join_timeout", join_timeout)
         if process_group is not None:
-            group = meeting_by_torch(process_group, link=link, timeout=seconds, tls=certificates)
+            options = {"link": link, "tls": certificates, "ports": read_ports(os.environ, ports)}
+            group = meeting_by_torch(process_group, seconds, **options)
         else:
             url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
     else:
-        url, rank, world_size, secret = joining(url, rank, world_size, secret, job, served=served)
-        job, at = job_or_launchers(job), address_of(url)
-        group = Meeting(at, rank, world_size, secret=secret, job=job, link=link, is_served=served, tls=certificates)
+        if served and url is None and not os.environ.get(ADDRESS):
+            raise CallerError("served=True needs the server's address", do=f"pass its url, or set {ADDRESS} to it")
+        some = read_ports(os.environ, ports)
+        url, rank, world_size, secret = joining(url, rank, world_size, secret, job, some)
+        options = {"job": job_or_launchers(job), "link": link, "tls": certificates, "ports": some}
+        group = Meeting(address_of(url), rank, world_size, secret=secret, is_served=served, **options)
     try:
         _refuse_other_place(group, rank, world_size)
         # NCCL would send the gradients in plain.
@@ -165,7 +173,7 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, g
     if process_group is not None or communicator is not None:
         way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
     if process_group is not None:
-        given = {name: value for name, value in given.items() if name not in {"link", "tls"}}
+        given = {name: value for name, value in given.items() if name not in {"link", "tls", "ports"}}
     for name, value in given.items():
         if value is not None:
             raise CallerError(f"connect with {way} takes no {name}", do=f"leave {name} out")

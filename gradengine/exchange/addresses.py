@@ -1,25 +1,43 @@
-"""Addresses of sockets: their checks, and sockets that listen at an address or are connected with it."""
+"""Where ranks reach each other: addresses as URLs, their checks, and sockets that listen or are connected there."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
+import re
+import secrets
 import socket
+import stat
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
+from urllib.parse import urlsplit
 
-from gradengine.arguments import as_index, said
-from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange.rendezvous import LOOPBACK, places_of
+from gradengine.arguments import as_index, refuse_unknown, said
+from gradengine.arrays.shared import refuse_without_shared_memory
+from gradengine.errors import CallerError, HandshakeRefused, NotCopied, ProtocolError
+from gradengine.exchange.handshake import refuse_bad_secret
+from gradengine.exchange.links.sockets import close_in_children
 
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 
-MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103  # of a Unix socket
+MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no secret is needed
+LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
+MOST_PATH_BYTES = 100 if sys.platform == "linux" else 96  # of a Unix socket; 7 more of the one that it has first
 RETRY_SECONDS = 0.05
+_BACKLOG = 128
+_EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is on rank 0's host)
 _LINUX_PEER = struct.Struct("iII")  # process, user, group
 _BSD_PEER = struct.Struct("IIh16I"), 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED
+_ANOTHER_FOLDER = "set TMPDIR to another folder, or GRADENGINE_ADDRESS=unix:///path, on all ranks"
+
+
+# ---- URLs and hosts ----
 
 
 def checked_address(address: Address) -> Address:
@@ -34,64 +52,219 @@ def checked_address(address: Address) -> Address:
     raise CallerError("not a valid address", got=said(address), expected="(host, port) or the path of a Unix socket")
 
 
-def refuse_public_address(address: Address, secret: str | None) -> None:
-    """Raise `CallerError` for an address that other machines can reach, if there is no secret."""
-    if isinstance(address, str) or secret or address[0] in LOOPBACK:
-        return
-    raise CallerError(
-        f"{shown(address)} is reachable from other machines and there is no secret",
-        expected="a loopback address, or a secret",
-        do="give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)",
-    )
-
-
-def refuse_long_path(path: str) -> None:
-    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
-    if len(os.fsencode(path)) > MOST_PATH_BYTES:
-        what, do = f"the path is too long for a Unix socket of each rank: {path}", "choose a shorter one"
-        raise CallerError(what, got=f"{len(os.fsencode(path))} bytes", expected=f"at most {MOST_PATH_BYTES}", do=do)
-
-
-def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
-    """Raise `HandshakeRefused` for a connection at a path with another user than root, if there is no secret."""
-    if secret or not _is_at_path(connection) or (user := user_at(connection)) in {0, os.geteuid()}:
-        return  # a secret proves both ends
-    raise HandshakeRefused(
-        "another user is at the other end of the Unix socket",
-        got=f"user {user}",
-        expected=f"user {os.geteuid()}",
-        do="choose a folder that only you can write to, or give every rank the same secret",
-    )
-
-
-def user_at(connection: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket, as the kernel noted it."""
-    form, level, option = _BSD_PEER
-    if hasattr(socket, "SO_PEERCRED"):
-        form, level, option = _LINUX_PEER, socket.SOL_SOCKET, socket.SO_PEERCRED
-    return int(form.unpack(connection.getsockopt(level, option, form.size))[1])
-
-
-def _is_at_path(connection: socket.socket) -> bool:
-    """Whether this is a Unix socket, and one of its ends has a path; the name of an abstract one is bytes."""
-    if connection.family != socket.AF_UNIX:
-        return False
-    return any(isinstance(name, str) and name for name in (connection.getsockname(), connection.getpeername()))
-
-
-def listen_socket(address: Address, *, is_private: bool = False) -> socket.socket:
-    """A listening socket, on request for this user alone; raises `CallerError` if the address cannot be bound."""
+def address_of(url: object, named_by: str = "") -> Address:
+    """The (host, port) of a TCP URL, or the path of a Unix socket's; raises `CallerError` for any other text."""
+    text = url if isinstance(url, str) else ""
     try:
-        return _listening(*_places(address)[0], is_private=is_private)
-    except (TypeError, ValueError) as fault:
-        raise _no_address(address, fault) from None
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # of the port, or of a bracket
+        parts, port = urlsplit(""), None
+    # Two groups of two names would meet otherwise. The rest may be a secret, which no error shows.
+    is_bare = "@" not in text.partition("://")[2].partition("/")[0] and not {"?", "#"} & {*text}
+    if is_bare and parts.scheme == "unix" and parts.path and not parts.netloc:
+        return parts.path
+    if is_bare and parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
+        return parts.hostname, port
+    got = said(url) if is_bare else "a URL with a user, query or fragment"
+    expected = f"'tcp://host:port', 'unix:///path' or '{MPI_URL}'"
+    do = "threads of one process use local_group(world_size)"
+    raise CallerError(f"not a valid group URL{named_by}", got=got, expected=expected, do=do)
+
+
+def shown(address: Address) -> str:
+    """An address as in a URL: "127.0.0.1:5000"."""
+    if isinstance(address, str):
+        return address
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(address: Address) -> str:
+    """An address as a URL for `connect`."""
+    return f"unix://{address}" if isinstance(address, str) else f"tcp://{shown(address)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reachable from this machine alone."""
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def everywhere() -> str:
+    """Return the host that means all interfaces, of IPv4 and IPv6; a listener there needs a secret."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
+
+
+def number_of(host: str) -> str:
+    """The number at which a host listens, IPv4 if it has one; raises `OSError` or `UnicodeError` without any."""
+    return str(_resolved(host, 0)[0][1][0])
+
+
+def ports_of(text: object, named_by: str = "ports") -> range:
+    """The ports in text as "29000-29100", the last one included; raises `CallerError` for any other text."""
+    found = re.fullmatch("([0-9]{1,5})-([0-9]{1,5})", text) if isinstance(text, str) else None
+    ports = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    if not ports or not ports[0] or ports[-1] >= 1 << 16:
+        do = "name the first and the last port that the firewall lets through"
+        raise CallerError(f"{named_by} is not a range of ports", got=said(text), expected="'29000-29100'", do=do)
+    return ports
+
+
+# ---- where this process is ----
+
+
+def this_host() -> str:
+    """An identifier, the same for processes of one user that see one loopback and the same files.
+
+    It is a hash of Linux' boot id, network and mount namespaces, elsewhere of the host's name; and of the user. Without
+    /proc it is another one at each call.
+    """
+    place = [socket.gethostname()]
+    if sys.platform == "linux":
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+            place = [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt"))]
+        except OSError:
+            place = [secrets.token_hex()]
+    user = getattr(os, "geteuid", int)()  # Windows has none, and is refused by name later
+    return hashlib.sha256(repr([*place, user]).encode()).hexdigest()
+
+
+def socket_path(environment: Mapping[str, str], name: str) -> str:
+    """The path of a Unix socket of this name in this user's own folder, which `make_private` makes."""
+    if not hasattr(os, "getuid"):
+        do = "set GRADENGINE_ADDRESS=tcp://host:port on all ranks"
+        raise CallerError("this system has no Unix sockets", got=sys.platform, expected="Linux or macOS", do=do)
+    folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
+    return str(folder.absolute() / name)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone; raises `CallerError` for one that others made, or may write to."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
     except OSError as fault:
-        raise CallerError(
-            f"cannot listen at {shown(address)} ({fault.strerror or fault})",
-            do="another process may use it: take another address, or for a second group of a run its own job="
-            if fault.errno == errno.EADDRINUSE
-            else "check the host or path",
-        ) from None
+        what = f"cannot make {str(folder)!r} for a Unix socket: {fault.strerror}"
+        raise CallerError(what, do=_ANOTHER_FOLDER) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        got, expected = f"owner {found.st_uid}, {stat.filemode(found.st_mode)}", f"owner {os.getuid()}, drwx------"
+        what, do = f"{str(folder)!r} is not private", f"remove it, or {_ANOTHER_FOLDER}"
+        raise CallerError(what, got=got, expected=expected, do=do)
+
+
+# ---- what a rank says of its address and link ----
+
+
+def own_host(called: str, host: str) -> str:
+    """The host at which a rank listens: the one from which it has called rank 0.
+
+    It listens everywhere if rank 0's name, which other machines may know, means loopback on this one, as Debian's
+    /etc/hosts has it: then this rank is on rank 0's host, and ranks elsewhere find it at rank 0's address.
+    """
+    return everywhere() if is_loopback(host) and not is_loopback(called) else host
+
+
+def address_told(url: object) -> Address:
+    """The address in the URL at which a rank says that it listens."""
+    try:
+        return address_of(url)
+    except CallerError as fault:
+        raise ProtocolError("a rank sent an invalid address", got=fault.got) from None
+
+
+def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> list[Address]:
+    """The addresses of `count` ranks, from the list that rank 0 sent."""
+    if len(urls) != count:
+        raise ProtocolError("rank 0 sent an invalid list of ranks", got=urls, expected=f"{count} URLs")
+    addresses = [address_told(url) for url in urls]
+    return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
+
+
+def refuse_out_of_reach(urls: list[str]) -> None:
+    """Raise `HandshakeRefused` if some ranks, not all, called from loopback: other machines cannot reach them."""
+    hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := address_told(url), str)}
+    near = [rank for rank, host in hosts.items() if is_loopback(host)]
+    far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
+    if near and far:
+        what = f"rank {far[0]} cannot reach rank {near[0]}, which called rank 0 from loopback"
+        do = "give all ranks the address of rank 0 that all machines reach"
+        raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)
+
+
+def refuse_other_link(link: str | None, address: Address) -> None:
+    """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
+    if link is not None:
+        refuse_unknown("link", link, LINKS, do="or pass None for the best")
+    if link == "tcp" and isinstance(address, str):
+        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
+    if link == "shared_memory":
+        refuse_without_shared_memory()
+
+
+def chosen_link(link: str, own: str | None, rank: int, *, is_local: bool) -> str:
+    """The link that rank 0 has chosen; raises an error if it cannot be, or is not the one that this rank was given."""
+    possible = LINKS[1:] if is_local else LINKS[:1]
+    if link not in possible:
+        raise ProtocolError("rank 0 chose a link that cannot be", got=said(link), expected=f"one of {possible}")
+    if own not in {None, link}:
+        what = f"rank {rank} was given another link than the group's"
+        raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
+    return link
+
+
+# ---- sockets ----
+
+
+@final
+class Listener(NotCopied, instead="make one in the process that listens"):
+    """A socket that other ranks connect to; one at a path is for this user alone.
+
+    Args:
+        address: (host, port), port 0 for any free one; or the path of a Unix socket: a stale one is removed.
+        secret: The group's secret; required beyond loopback.
+        ports: The ports of which port 0 means the first free one; None for all.
+
+    Attributes:
+        address: The address, with the actual port.
+        socket: The socket that listens there.
+
+    Raises:
+        CallerError: The address cannot be bound, or it is beyond loopback and there is no secret.
+    """
+
+    def __init__(self, address: Address, secret: str | None = None, ports: range | None = None) -> None:
+        self.address = checked_address(address)
+        refuse_bad_secret(secret)
+        if not (isinstance(address, str) or secret or address[0] in LOOPBACK):
+            what = f"{shown(self.address)} is reachable from other machines and there is no secret"
+            do = "give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
+            raise CallerError(what, expected="a loopback address, or a secret", do=do)
+        self.socket = _listening(self.address, ports)
+        try:
+            if not isinstance(address, str):
+                self.address = self.socket.getsockname()[:2]
+            close_in_children(self.socket)  # which would keep the address
+            self.socket.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening and free the address; may be called twice."""
+        if self.socket.fileno() < 0:
+            return  # another listener may have the path by now
+        with contextlib.suppress(OSError):
+            if isinstance(self.address, str):
+                Path(self.address).unlink()
+        self.socket.close()
+
+
+def nearer_listener(secret: str | None) -> Listener:
+    """A listener at a Unix socket with a random name in this user's own folder; raises `CallerError` if none can be."""
+    path = socket_path(os.environ, secrets.token_hex(8))
+    make_private(Path(path).parent)
+    return Listener(path, secret)
 
 
 def connect_once(address: Address, timeout: float) -> socket.socket:
@@ -111,23 +284,93 @@ def connect_once(address: Address, timeout: float) -> socket.socket:
     raise failure or OSError("the name has no address")
 
 
-def _listening(family: socket.AddressFamily, place: Any, *, is_private: bool) -> socket.socket:
+def refuse_long_path(path: str) -> None:
+    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
+    if (size := len(os.fsencode(path))) > MOST_PATH_BYTES:
+        what, expected = f"the path is too long for a Unix socket of each rank: {path}", f"at most {MOST_PATH_BYTES}"
+        raise CallerError(what, got=f"{size} bytes", expected=expected, do="choose a shorter one")
+
+
+def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
+    """Raise `HandshakeRefused` for a Unix socket's connection with another user than root, if there is no secret."""
+    if secret or connection.family != socket.AF_UNIX or (user := user_at(connection)) in {0, os.geteuid()}:
+        return  # a secret proves both ends
+    what, do = "another user is at the other end of the Unix socket", "choose a folder that only you can write to"
+    do += ", or give every rank the same secret"
+    raise HandshakeRefused(what, got=f"user {user}", expected=f"user {os.geteuid()}", do=do)
+
+
+def user_at(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket, as the kernel noted it."""
+    form, level, option = _BSD_PEER
+    if hasattr(socket, "SO_PEERCRED"):
+        form, level, option = _LINUX_PEER, socket.SOL_SOCKET, socket.SO_PEERCRED
+    return int(form.unpack(connection.getsockopt(level, option, form.size))[1])
+
+
+def _listening(address: Address, ports: range | None) -> socket.socket:
+    try:
+        family, place = _places(address)[0]
+        if isinstance(place, str) or place[1] or ports is None:
+            return _listening_at(family, place)
+        for port in ports:
+            try:
+                return _listening_at(family, (place[0], port, *place[2:]))
+            except OSError as fault:  # noqa: PERF203  (the next port is tried)
+                if fault.errno != errno.EADDRINUSE:
+                    raise
+    except (TypeError, ValueError) as fault:
+        raise _no_address(address, fault) from None
+    except OSError as fault:
+        do = "check the host or path"
+        if fault.errno in {errno.EADDRINUSE, errno.EEXIST}:
+            do = "another process may use it: take another address, or for a second group of a run its own job="
+        raise CallerError(f"cannot listen at {shown(address)} ({fault.strerror or fault})", do=do) from None
+    do = "name more ports (ports=, GRADENGINE_PORTS), one for each rank on this host, and let the firewall pass them"
+    raise CallerError(f"no port of {ports[0]}-{ports[-1]} is free on {address[0]}", do=do)
+
+
+def _listening_at(family: socket.AddressFamily, place: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(place, str):
-            _remove_stale(place)
+            _listen_at_path(listener, place)
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and place[0] == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too, whatever the system's default
-        listener.bind(place)
-        if is_private and isinstance(place, str):
-            Path(place).chmod(0o600)  # before any other user can connect
-        listener.listen(128)
+            if place[0] == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too, whatever the default
+            listener.bind(place)
+            listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def _listen_at_path(listener: socket.socket, path: str) -> None:
+    """Listen at a path, from which one stale socket is removed; fails if anything else is there.
+
+    The socket listens at a name of its own before it has that path, so that no other process takes it for a stale one.
+    """
+    own, other = (Path(f"{path}-{secrets.token_hex(3)}") for _ in range(2))
+    try:
+        listener.bind(str(own))
+        own.chmod(0o600)  # before any other user can connect
+        listener.listen(_BACKLOG)
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            if _is_stale(Path(path)):
+                os.rename(path, other)
+                if not _is_stale(other):  # another process was faster, and listens there
+                    os.link(other, path)
+        os.link(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
+def _is_stale(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 def _connected(family: socket.AddressFamily, place: Any, timeout: float) -> socket.socket:
@@ -148,39 +391,16 @@ def _no_address(address: Address, fault: Exception) -> CallerError:
     return CallerError(f"not a valid address: {shown(address)}", got=said(fault), do="check the host or path")
 
 
-def shown(address: Address) -> str:
-    """An address as in a URL: "127.0.0.1:5000"."""
-    if isinstance(address, str):
-        return address
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def url_of(address: Address) -> str:
-    """An address as a URL for `connect`."""
-    return f"unix://{address}" if isinstance(address, str) else f"tcp://{shown(address)}"
-
-
-def _remove_stale(path: str) -> None:
-    """Remove a stale Unix socket; with one that still answers, bind fails."""
-    if path.startswith("\0") or not Path(path).is_socket():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink()
-        except OSError:
-            return  # bind gives the error
-
-
 def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
     """The families and addresses of sockets; raises an error on a system without POSIX sockets, as Windows."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
-        raise CallerError(
-            f"no exchange over {url_of(address)}: this system's sockets are not POSIX",
-            got=sys.platform,
-            expected="Linux or macOS",
-            do="use WSL on Windows; threads of one process need no sockets: local_group",
-        )
-    return [(socket.AF_UNIX, address)] if isinstance(address, str) else [*places_of(*address)]
+        what = f"no exchange over {url_of(address)}: this system's sockets are not POSIX"
+        do = "use WSL on Windows; threads of one process need no sockets: local_group"
+        raise CallerError(what, got=sys.platform, expected="Linux or macOS", do=do)
+    return [(socket.AF_UNIX, address)] if isinstance(address, str) else _resolved(*address)
+
+
+def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """A host's places, IPv4 first: ranks that listen take the first one, and ranks that call try all of them."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({(each[0], each[4]): None for each in found}, key=lambda place: place[0] != socket.AF_INET)

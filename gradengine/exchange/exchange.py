@@ -23,17 +23,16 @@ from gradengine.errors import (
     WindowError,
     refuses_renamed,
 )
-from gradengine.exchange.addresses import Address
+from gradengine.exchange.addresses import MPI_URL, Address
 from gradengine.exchange.device_calls import DeviceCalls
-from gradengine.exchange.environment import job_or_launchers
 from gradengine.exchange.gather import gathered, packed, refuse_long_part
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of, table_told
+from gradengine.exchange.launchers import job_or_launchers
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, OrderedAllReduce, refuse_bad_arena
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
-from gradengine.exchange.rendezvous import MPI_URL
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
 from gradengine.kernels import HostKernels

@@ -14,14 +14,7 @@ import secrets
 import msgpack
 
 from gradengine.arguments import refuse_other_kind, said
-from gradengine.errors import (
-    CallerError,
-    DeadlineExceeded,
-    ExchangeError,
-    HandshakeRefused,
-    PeerLost,
-    ProtocolError,
-)
+from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
 
 MAX_JOB_CHARACTERS = 256
@@ -52,12 +45,9 @@ def check_hello(hello: Hello, world_size: int) -> None:
     if len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError("nonce has another length", got=len(hello.nonce), expected=NONCE_BYTES)
     if hello.world_size != world_size:
-        raise HandshakeRefused(
-            f"rank {hello.rank} was started for another world size",
-            got=hello.world_size,
-            expected=world_size,
-            do="give every worker, and the server if there is one, the same world_size, and each job its own job=",
-        )
+        what = f"rank {hello.rank} was started for another world size"
+        do = "give every worker, and the server if there is one, the same world_size, and each job its own job="
+        raise HandshakeRefused(what, got=hello.world_size, expected=world_size, do=do)
     if not 0 <= hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")
 
@@ -73,12 +63,8 @@ def refuse_bad_secret(secret: str | None, source: str = "secret") -> None:
     if not secret.isascii():
         _refuse_surrogates(secret, source)
     if secret and len(secret.strip()) < LEAST_SECRET_CHARACTERS:
-        raise CallerError(
-            f"{source} is too short",
-            got=f"{len(secret.strip())} characters",
-            expected=f"at least {LEAST_SECRET_CHARACTERS}",
-            do=_DO,
-        )
+        got, expected = f"{len(secret.strip())} characters", f"at least {LEAST_SECRET_CHARACTERS}"
+        raise CallerError(f"{source} is too short", got=got, expected=expected, do=_DO)
 
 
 def _refuse_surrogates(secret: str, source: str) -> None:
@@ -92,23 +78,17 @@ def _refuse_surrogates(secret: str, source: str) -> None:
 def refuse_bad_job(job: str, source: str = "this") -> None:
     """Raise `CallerError` unless a job's name is printable and at most 256 characters; `source` is for the error."""
     if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
-        raise CallerError(
-            f"{source} is not a valid job name",
-            got=said(job),
-            expected=f"at most {MAX_JOB_CHARACTERS} printable characters",
-            do='pass the same job="name" on all ranks, or job="" for none',
-        )
+        expected = f"at most {MAX_JOB_CHARACTERS} printable characters"
+        do = 'pass the same job="name" on all ranks, or job="" for none'
+        raise CallerError(f"{source} is not a valid job name", got=said(job), expected=expected, do=do)
 
 
 def refuse_other_job(hello: Hello, job: str) -> None:
     """Raise `HandshakeRefused` for a worker of another job."""
     if hello.job != job:
-        raise HandshakeRefused(
-            f"rank {hello.rank} belongs to another job",
-            got=f"job={hello.job!r}",
-            expected=f"job={job!r}",
-            do="two jobs use one address: give each job its own address, and all ranks of a job the same job=",
-        )
+        what, do = f"rank {hello.rank} belongs to another job", "two jobs use one address: give each its own address"
+        do += ", and all ranks of a job the same job="
+        raise HandshakeRefused(what, got=f"job={hello.job!r}", expected=f"job={job!r}", do=do)
 
 
 def is_same_proof(given: bytes, expected: bytes) -> bool:

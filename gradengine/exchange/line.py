@@ -29,8 +29,6 @@ class Line:
 
     hello: Hello  # of the end that called, once it has said it
     nonce: bytes  # for that end's proof
-    beside = ""  # the name of a Unix socket for that end, if it is on this host
-    called_hash = b""  # on a Unix socket beside an address with TLS: that of the called end's certificate
 
     def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] | None = None) -> None:
         self.socket, self.who, self.left = connection, who, left
@@ -52,7 +50,7 @@ class Line:
     @property
     def channel(self) -> bytes:
         """The certificates' hashes that proofs over this connection hold for: the caller's, the called end's."""
-        return self.called_hash or hashes_of(self.socket)
+        return hashes_of(self.socket)
 
     def say(self, message: Message) -> None:
         """Send a message; raises `OSError` if that fails."""
@@ -62,14 +60,14 @@ class Line:
         except BlockingIOError:
             raise ConnectionError("nothing is read there") from None
 
-    def expect(self, kind: type[Kind]) -> Kind:
-        """The next message, which is of this kind; raises the other end's refusal if it sends one."""
-        message = self.hear((kind, Refused, Abort))
+    def expect(self, *kinds: type[Kind]) -> Kind:
+        """The next message, of one of these kinds; raises the other end's refusal if it sends one."""
+        message = self.hear((*kinds, Refused, Abort))
         if isinstance(message, Abort):
             raise error_told(message.error, _in_one_line(message.text))
         if isinstance(message, Refused):
             raise HandshakeRefused(f"{self.who} refuses: {_in_one_line(message.text)}")
-        assert isinstance(message, kind)  # noqa: S101  (the only one left)
+        assert isinstance(message, kinds)  # noqa: S101  (the only one left)
         return message
 
     def hear(self, kinds: Collection[type[object]]) -> Message:

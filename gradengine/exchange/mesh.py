@@ -1,15 +1,12 @@
 """Connects ranks over sockets, each with each other, or all with one server; without a thread.
 
 Rank 0 listens at an address that all know. Each other rank calls it, both prove that they have the secret, and then the
-rank listens too and tells rank 0 its address. When all have called, rank 0 sends each the list of these addresses and
-the group's random identifier; each rank calls those between 0 and itself, accepts those above it, and each pair proves
-itself again.
+rank listens too and tells rank 0 its address and its host. When all have called, rank 0 sends each the list of these
+addresses and the group's random identifier; each rank calls those between 0 and itself, accepts those above it, and
+each pair proves itself again. If all called over TCP from rank 0's host, rank 0 sends them the path of a Unix socket
+instead, and all meet again there.
 
 A server listens as rank 0 does, and each rank calls it; when all have called, it tells them so, and that is all.
-
-Over TCP, on a system that has Unix sockets without a path, a rank also listens at such a socket, under a random name,
-which it tells its callers. A caller that reaches it there is on the same host (in a container with its own network it
-is not), and uses that connection. If all reached rank 0 so, their link is one for ranks of one host.
 
 The rank that is called proves itself last, and only to a caller that has: a stranger learns a nonce and a name.
 """
@@ -28,17 +25,27 @@ from collections.abc import Callable, Container
 from functools import partial
 from typing import TypeVar, final
 
-from gradengine.arguments import checked_rank, said
+from gradengine.arguments import checked_rank
 from gradengine.arrays.shared import has_shared_memory
-from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost, ProtocolError
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost
 from gradengine.exchange.addresses import (
     RETRY_SECONDS,
     Address,
+    Listener,
+    address_told,
+    addresses_of,
     checked_address,
+    chosen_link,
     connect_once,
+    is_loopback,
+    nearer_listener,
+    own_host,
     refuse_long_path,
+    refuse_other_link,
     refuse_other_user,
+    refuse_out_of_reach,
     shown,
+    this_host,
     url_of,
 )
 from gradengine.exchange.handshake import (
@@ -54,18 +61,8 @@ from gradengine.exchange.handshake import (
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.listener import Listener, is_name, is_nameless, nameless
-from gradengine.exchange.reach import (
-    address_told,
-    addresses_of,
-    chosen_link,
-    own_host,
-    refuse_other_link,
-    refuse_out_of_reach,
-)
-from gradengine.exchange.rendezvous import LOOPBACK, is_loopback
-from gradengine.exchange.tls import HASH_BYTES, Certificates, reason_of, refusal_of, warn_once
-from gradengine.exchange.wire import GROUP_BYTES, Abort, Hello, Listening, Members, Nonce, Proof, Refused
+from gradengine.exchange.tls import Certificates, reason_of, refusal_of, warn_once
+from gradengine.exchange.wire import GROUP_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, Refused
 
 T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
@@ -91,6 +88,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         link: One of `LINKS`, for all ranks; None on rank 0: the best for the ranks' hosts; on other ranks: rank 0's.
         is_served: Whether a server, not a rank, listens at the address; then `link` must be None.
         tls: Certificates by which connections over TCP are encrypted; None for plain ones.
+        ports: The ports at which this rank may listen over TCP, if its address names none; None for all.
 
     Attributes:
         url: The address, on rank 0 with the actual port.
@@ -113,26 +111,25 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         link: str | None = None,
         is_served: bool = False,
         tls: Certificates | None = None,
+        ports: range | None = None,
     ) -> None:
         self.rank, self.world_size = checked_rank(rank, world_size)
         refuse_bad_secret(secret)
         refuse_bad_job(job)
         self._secret, self._job, self._at = secret, job, checked_address(address)
-        self._is_served, self._link, self._tls = is_served, link, tls
+        self._is_served, self._link, self._tls, self._ports = is_served, link, tls, ports
         refuse_other_link(link, self._at)
         if is_served and link is not None:
             what = "connect with served=True takes no link: each rank has one connection, with the server"
             raise CallerError(what, do="leave link out")
-        is_here = isinstance(self._at, str) or self._at[0] in LOOPBACK
-        # Any user of this host may call a Unix socket without a path, and needs no certificate for it.
-        is_safe = tls is None or bool(secret) or isinstance(self._at, str)
-        is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory() and is_safe
+        is_here = isinstance(self._at, str) or is_loopback(self._at[0])
+        is_best = link is None and is_here and self.world_size > 1 and not is_served and has_shared_memory()
         self.shares_memory = link == "shared_memory" or is_best
         if isinstance(self._at, str) and self.world_size > 1 and not is_served:
             refuse_long_path(f"{self._at}.{self.world_size - 1}")
         self._listener: Listener | None = None
         if self.rank == 0 and not is_served:
-            self._listener = Listener(self._at, secret, is_beside=link != "tcp" and is_safe)
+            self._listener = Listener(self._at, secret, ports)
         self.url = url_of(self._at if self._listener is None else self._listener.address)
 
     def link(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> SocketLink:
@@ -148,7 +145,8 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             PeerLost: Not all ranks joined in time; the error names the missing ones.
             ProtocolError: The process that answers at the address is not a rank.
         """
-        joining = _Joining(self.rank, self.world_size, self._secret, self._job, timeout, clock, self._link, self._tls)
+        secret, job, link, ports = self._secret, self._job, self._link, self._ports
+        joining = Joining(self.rank, self.world_size, secret, job, timeout, clock, link, self._tls, ports)
         if self._is_served:
             return joining.link(partial(joining.find_server, self._at))
         if self._listener is not None:
@@ -161,43 +159,21 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             self._listener.close()
 
 
-def link_to_ranks(
-    listener: Listener,
-    world_size: int,
-    *,
-    secret: str | None,
-    job: str | None,
-    timeout: float,
-    is_closing: Callable[[], bool],
-    gives_up: Callable[[float], bool] = lambda _: False,
-    clock: Callable[[], float] = time.monotonic,
-    tls: Certificates | None = None,
-) -> SocketLink:
-    """A server's link to the ranks of its next group; returns when all have joined.
+@final
+class Joining:
+    """Connects one rank, or the server, to its group; the server's number is the world size.
 
     Args:
-        listener: The server's listener, which goes on listening.
-        world_size: Ranks in the group.
-        secret: The group's secret.
-        job: The job's name; None for that of the first rank that calls.
-        timeout: Seconds that the first rank waits for the others.
-        is_closing: Called while this waits for ranks; returns whether the server ends.
-        gives_up: Called while no rank is there, with the time since when; returns whether the wait for the first ends.
+        rank: The rank; so are world_size, secret and job as for `Meeting`. A job of None is that of the first caller.
+        timeout: Seconds for all of this; a server's begin with the first rank.
         clock: The clock of all seconds here.
-        tls: As for `Meeting`.
+        link: As for `Meeting`, like tls and ports.
 
-    Raises:
-        PeerLost: As `Meeting.link`; or the server ends.
-        HandshakeRefused: A rank with the secret has another world size.
+    Attributes:
+        is_closing: Called while a server waits; returns whether it ends.
+        gives_up: Called while no rank is there, with the time since when; returns whether the wait for the first ends.
+        lines: By rank, the connections with those that have proved who they are.
     """
-    joining = _Joining(world_size, world_size, secret, job, timeout, clock, tls=tls)
-    joining.is_closing, joining.gives_up = is_closing, gives_up
-    return joining.link(partial(joining.host, listener))
-
-
-@final
-class _Joining:
-    """One rank's, or the server's, connecting to its group; the server's number is the world size."""
 
     def __init__(
         self,
@@ -209,8 +185,10 @@ class _Joining:
         clock: Callable[[], float],
         link: str | None = None,
         tls: Certificates | None = None,
+        ports: range | None = None,
     ) -> None:
         self._rank, self._world_size, self._secret, self._given_job, self._tls = rank, world_size, secret, job, tls
+        self._ports = ports
         self._timeout, self._clock, self._link = timeout, clock, link  # rank 0's is that of all from `host`, `join` on
         self._is_server = rank == world_size
         self._who = "the server" if self._is_server else f"rank {rank}"
@@ -218,14 +196,14 @@ class _Joining:
         self.gives_up: Callable[[float], bool] = lambda _: False
         self._begin()
         self._group = b""  # while ranks meet at rank 0
-        self._way = "", ""  # this rank's host and rank 0's, as a connection over TCP has them
-        self.lines: dict[int, Line] = {}  # to the ranks that have proved who they are
+        self.lines: dict[int, Line] = {}
         self._strangers: list[Line] = []  # who have not, in the order in which they came
-        self._urls: dict[int, str] = {}  # where those ranks listen, at rank 0
+        self._told: dict[int, Listening] = {}  # where those ranks listen, at rank 0
         self._listener: Listener | None = None
         self._selector = selectors.DefaultSelector()
         self._aim = ""  # of the rank that calls, for the error at the deadline
         self._called = ""  # who was called last
+        self._was_let_in = False  # by rank 0 or the server, once at least
         self._logged_at, self._unlogged = -math.inf, 0  # when a refusal was logged, and how many were not since
         self._refused: ExchangeError | None = None  # the last of those that concern one connection alone
         self._failure: ExchangeError | None = None  # one that ends the group
@@ -252,29 +230,68 @@ class _Joining:
 
     def host(self, listener: Listener) -> None:
         """Play rank 0's part, or a server's."""
-        met: Container[int]
-        if self._is_server:
-            others, met = range(self._world_size), self.lines
-        else:
-            self._listener, others, met = listener, range(1, self._world_size), self._urls
+        met: Container[int] = self.lines
+        others = range(self._world_size)
+        if not self._is_server:
+            self._listener, others, met = listener, range(1, self._world_size), self._told
         try:
             self._accept(listener, lambda: [rank for rank in others if rank not in met])
-            urls = [self._urls[rank] for rank in sorted(self._urls)]  # at a server nobody says any
+            urls = [self._told[rank].url for rank in sorted(self._told)]  # at a server no rank says any
             refuse_out_of_reach(urls)
-            self._link = self._best_link()
+            nearer = self._nearer(listener)
         except ExchangeError as failure:
             for line in self.lines.values():
                 line.leave(Abort(type(failure).__name__, str(failure)))
             raise
+        if nearer is not None:
+            self._move(listener, nearer)
+            self.host(nearer)
+            return
+        is_at_path = isinstance(listener.address, str)
+        best = "unix" if self._is_server or not has_shared_memory() else "shared_memory"
+        self._link = (self._link or best) if is_at_path else "tcp"
         self._group = secrets.token_bytes(GROUP_BYTES)
         for line in self.lines.values():
             line.left = self._left  # long lists may have to wait until they are read
             with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
                 line.say(Members(self._group, self._link, urls))
 
+    def _nearer(self, listener: Listener) -> Listener | None:
+        """A listener at a Unix socket, if all ranks have called over TCP and are on this host; None if they stay there.
+
+        Raises:
+            HandshakeRefused: The link needs all ranks on this host, or such a socket, and there is none.
+        """
+        if isinstance(listener.address, str) or self._link == "tcp" or not self._told:
+            return None
+        if far := [rank for rank, told in self._told.items() if told.host != this_host()]:
+            if self._link is None:
+                return None
+            what = f"link={self._link!r} needs all ranks on the host of rank 0, and in its namespaces"
+            raise HandshakeRefused(what, got=f"rank {far[0]} elsewhere", do='pass link="tcp", or None')
+        try:
+            self._listener = nearer_listener(self._secret)
+        except CallerError as fault:
+            if self._link is not None:
+                raise HandshakeRefused(str(fault)) from None
+            logger.warning("ranks of one host stay at TCP: %s", fault)
+            return None
+        return self._listener
+
+    def _move(self, listener: Listener, nearer: Listener) -> None:
+        """Send all ranks the path at which they meet again, and leave the first address."""
+        for line in self.lines.values():
+            with contextlib.suppress(OSError):  # a rank that is lost does not come there
+                line.say(Moved(url_of(nearer.address)))
+        for line in [*self.lines.values(), *self._strangers]:
+            self._drop(line)
+        listener.close()
+
     def join(self, address: Address) -> None:
         """Play the part of each other rank."""
-        listener, addresses = self._retried(partial(self._meet, address))
+        addresses: list[Address] | Address = address
+        while not isinstance(addresses, list):  # ranks of one host are sent to a path, to meet again
+            listener, addresses = self._retried(partial(self._meet, addresses))
         # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
         # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
         for rank in range(1, self._rank):
@@ -310,31 +327,43 @@ class _Joining:
             try:
                 return attempt()
             except OSError as fault:
-                if (refusal := refusal_of(fault, self._called)) is not None:
+                if (refusal := self._refusal_of(fault)) is not None:
                     raise refusal from None
                 reason = reason_of(fault)
             if self._left() < RETRY_SECONDS:
                 raise PeerLost(f"{self._who} could not {self._aim} within {self._timeout:g} s ({reason})", do=do)
             time.sleep(RETRY_SECONDS)
 
-    def _meet(self, address: Address) -> tuple[Listener, list[Address]]:
-        """Call rank 0, listen, and wait for the others' addresses."""
+    def _refusal_of(self, fault: OSError) -> ExchangeError | None:
+        """The error after which another attempt would end in the same way; None if it may succeed."""
+        if isinstance(fault, PermissionError):
+            what = f"{self._who} may not {self._aim} ({reason_of(fault)})"
+            return HandshakeRefused(what, do="check the permissions of the path, or the firewall")
+        if self._was_let_in and isinstance(fault, (ConnectionRefusedError, FileNotFoundError)):
+            what = f"{self._called} listens no more: it has ended, or has lost {self._who} while ranks joined"
+            return PeerLost(what, do="reconnect on all ranks")
+        return refusal_of(fault, self._called)
+
+    def _meet(self, address: Address) -> tuple[Listener, list[Address] | Address]:
+        """Call rank 0, listen, and wait for the others' addresses, or for the path at which to call it again."""
         try:
             line = self._call(0, address)
-            own = f"{address}.{self._rank}" if isinstance(address, str) else (own_host(address[0], self._way[0]), 0)
-            listener = self._listener = Listener(own, self._secret, is_beside=line.is_local)
-            line.say(Listening(url_of(listener.address)))
+            here = line.socket.getsockname()[0] if not isinstance(address, str) else ""
+            own = f"{address}.{self._rank}" if isinstance(address, str) else (own_host(address[0], here), 0)
+            listener = self._listener = Listener(own, self._secret, self._ports)
+            line.say(Listening(url_of(listener.address), this_host()))
             self._aim = "join the group of rank 0"
-            members = line.expect(Members)
-            self._group, self._link = members.group, chosen_link(members.link, self._link, self._rank)
-            addresses = addresses_of(members.urls, self._world_size - 1, self._way[1])
+            answer = line.expect(Members, Moved)
+            if isinstance(answer, Moved):
+                self._leave()
+                return listener, address_told(answer.url)
+            assert isinstance(answer, Members)  # noqa: S101  (the only one left)
+            link = chosen_link(answer.link, self._link, self._rank, is_local=line.is_local)
+            self._group, self._link = answer.group, link
+            return listener, addresses_of(answer.urls, self._world_size - 1, line.origin)
         except BaseException:
-            if self._listener is not None:
-                self._listener.close()
-            if 0 in self.lines:
-                self.lines.pop(0).socket.close()
+            self._leave()
             raise
-        return listener, addresses
 
     def _meet_server(self, address: Address) -> None:
         """Call the server, and wait until all have."""
@@ -345,72 +374,59 @@ class _Joining:
         try:
             line.expect(Members)
         except BaseException:
-            self.lines.pop(self._world_size).socket.close()
+            self._leave()
             raise
 
-    def _call(self, rank: int, address: Address, called_hash: bytes = b"") -> Line:
+    def _leave(self) -> None:
+        """Close what an attempt to meet rank 0 or the server has opened."""
+        if self._listener is not None:
+            self._listener.close()
+        for line in self.lines.values():
+            line.socket.close()
+        self.lines.clear()
+
+    def _call(self, rank: int, address: Address) -> Line:
         """A line to a rank or the server, after both have proved themselves."""
         who = self._called = "the server" if rank == self._world_size else f"rank {rank}"
-        if not is_nameless(address):
-            self._aim = f"connect to {who} at {shown(address)}"
+        self._aim = f"connect to {who} at {shown(address)}"
         connection = connect_once(address, max(RETRY_SECONDS, self._left()))
         try:
             refuse_other_user(connection, self._secret)
             connection = self._encrypted(connection, is_called=False)
             line = Line(connection, who, self._left)
-            line.called_hash = called_hash
             hello = Hello(self._rank, self._world_size, self._job or "", new_nonce())
             line.say(hello)
             nonce = line.expect(Nonce)
-            if not line.is_local:
-                self._way = connection.getsockname()[0], connection.getpeername()[0]
-            if nonce.beside and (near := self._call_beside(rank, nonce.beside, line)) is not None:
-                connection.close()
-                return near
             line.say(Proof(self._proof(line, "caller", hello, nonce.nonce, rank)))
             answer = line.expect(Proof)
             expected = self._proof(line, "called", hello, nonce.nonce, rank)
             refuse_other_proof(answer.proof, expected, line.who, is_encrypted=bool(line.channel))
-            self.lines[rank] = line
+            self.lines[rank], self._was_let_in = line, True
         except BaseException:
             connection.close()
             raise
         return line
 
-    def _call_beside(self, rank: int, name: str, line: Line) -> Line | None:
-        """A line over the Unix socket of the rank that is called; None if none has that name here: it is elsewhere.
-
-        After any other failure, such as a full backlog, `_retried` begins again.
-        """
-        if line.is_local or not is_name(name):
-            raise ProtocolError(f"{line.who} sent an invalid name of a Unix socket", got=said(name))
-        try:
-            return self._call(rank, nameless(name), line.channel[-HASH_BYTES:])
-        except ConnectionRefusedError:
-            if self._group and self._link != "tcp":  # rank 0 has seen that all are on one host
-                raise
-            return None
-
     # ---- as the rank that is called ----
 
     def _accept(self, listener: Listener, missing: Callable[[], list[int]]) -> None:
         """Accept ranks until none is missing; a caller that sends nothing holds up nobody."""
-        for each in (listener.socket, *listener.nearby):
-            self._selector.register(each, selectors.EVENT_READ, each)
+        self._selector.register(listener.socket, selectors.EVENT_READ)
         while ranks := missing():
             if self.is_closing():
                 raise PeerLost("the server was closed", do="reconnect on all ranks")
             if self._left() <= 0 or (not self.lines and self.gives_up(self._began)):
                 raise self._late(ranks)
             for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
-                if not isinstance(key.data, Line):
-                    self._take_in(key.data, listener.beside)
+                if key.data is None:
+                    self._take_in(listener.socket)
                 elif key.data.socket.fileno() >= 0:  # it may have been one stranger too many just now
                     self._hear(key.data)
             if self._failure is not None:
                 raise self._failure
+        self._selector.unregister(listener.socket)
 
-    def _take_in(self, listener: socket.socket, beside: str) -> None:
+    def _take_in(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError as fault:  # for most reasons the caller's: it is gone again
@@ -422,8 +438,6 @@ class _Joining:
         try:
             connection = self._encrypted(connection, is_called=True)
             line = Line(connection, "a caller")
-            line.beside = "" if line.is_local else beside
-            line.called_hash = self._tls.own_hash if self._tls and line.is_local and beside else b""
             self._selector.register(connection, selectors.EVENT_READ, line)
             self._strangers.append(line)
         except BaseException as fault:
@@ -449,12 +463,12 @@ class _Joining:
         if isinstance(message, Hello):
             refuse_other_user(line.socket, self._secret)
             line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
-            line.say(Nonce(line.nonce, line.beside))
+            line.say(Nonce(line.nonce))
         elif isinstance(message, Proof):
             self._admit(line, line.hello, message)
         elif isinstance(message, Listening):
             address_told(message.url)
-            self._urls[line.hello.rank], line.awaited = message.url, ()
+            self._told[line.hello.rank], line.awaited = message, ()
 
     def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
         line.who = f"rank {hello.rank}"
@@ -511,7 +525,7 @@ class _Joining:
             self._strangers.remove(line)
         else:  # its rank may come again
             del self.lines[line.hello.rank]
-            self._urls.pop(line.hello.rank, None)
+            self._told.pop(line.hello.rank, None)
             if self._is_server and not self.lines:
                 self._begin()
 
@@ -522,21 +536,6 @@ class _Joining:
         if self._tls is None or connection.family == socket.AF_UNIX:
             return connection
         return self._tls.encrypted(connection, is_called=is_called)
-
-    def _best_link(self) -> str:
-        """The link of all ranks: the one that was asked for, or the best for how they are connected with this one.
-
-        Raises:
-            HandshakeRefused: The link needs all ranks on this host, and they are not.
-        """
-        far = [rank for rank, line in self.lines.items() if not line.is_local]
-        best = "tcp" if far or not self.lines else "shared_memory" if has_shared_memory() else "unix"
-        if self._is_server:
-            return "tcp" if far else "unix"
-        if far and self._link not in {None, "tcp"}:
-            what = f"link={self._link!r} needs all ranks on the host of rank 0, and in its network namespace"
-            raise HandshakeRefused(what, got=f"rank {far[0]} elsewhere", do='pass link="tcp", or None')
-        return self._link or best
 
     def _left(self) -> float:
         return min(self._deadline - self._clock(), _LONGEST_SECONDS)

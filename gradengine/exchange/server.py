@@ -8,11 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
 from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost, ProtocolError, refuses_renamed
-from gradengine.exchange.addresses import RETRY_SECONDS, Address, url_of
+from gradengine.exchange.addresses import RETRY_SECONDS, Address, Listener, url_of
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
 from gradengine.exchange.hello import (
@@ -26,8 +27,7 @@ from gradengine.exchange.hello import (
 )
 from gradengine.exchange.links.link import Completion, Transfer
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.listener import Listener
-from gradengine.exchange.mesh import link_to_ranks
+from gradengine.exchange.mesh import Joining
 from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late, Patience, Pump
 from gradengine.exchange.shares import shares_of
@@ -189,16 +189,10 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
     def _serve_one(self) -> GradientError | None:
         """Serve one group; returns its error if it failed."""
         try:
-            link = link_to_ranks(
-                self._listener,
-                self._world_size,
-                secret=self._secret,
-                job=self._job,
-                timeout=self._join_timeout,
-                is_closing=self._closes,
-                gives_up=self._gives_up,
-                tls=self._tls,
-            )
+            size, seconds = self._world_size, self._join_timeout
+            joining = Joining(size, size, self._secret, self._job, seconds, time.monotonic, tls=self._tls)
+            joining.is_closing, joining.gives_up = self._closes, self._gives_up
+            link = joining.link(partial(joining.host, self._listener))
             hub = Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes)
             self._group = link, hub
             hub.serve(self._closes)

@@ -20,7 +20,6 @@ from gradengine.errors import CallerError, HandshakeRefused
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
 VARIABLE = "GRADENGINE_TLS"
-HASH_BYTES = 32
 _CERTIFICATE = re.compile(rb"^-----BEGIN CERTIFICATE-----.+?^-----END CERTIFICATE-----", re.DOTALL | re.MULTILINE)
 _RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
 _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost
+from gradengine.exchange.addresses import address_of, number_of, this_host
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.rendezvous import address_of
-from gradengine.exchange.tls import Certificates
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
 _SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
 _TOLD_BYTES = 512
 
 
-def meeting_by_torch(
-    process_group: Any, *, link: str | None = None, timeout: float, tls: Certificates | None = None
-) -> Meeting:
+def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meeting:
     """This rank's meeting with the ranks of a process group; made on all of them together.
 
     If all ranks are on one host they use its loopback; else rank 0 listens where gloo does: at the first interface in
@@ -37,8 +32,8 @@ def meeting_by_torch(
 
     Args:
         process_group: A group of torch.distributed, with any backend. Its own messages are not disturbed.
-        link: As for `Meeting`, like tls.
         timeout: Seconds in which all ranks must call this.
+        options: As for `Meeting`.
 
     Raises:
         CallerError: torch.distributed is not initialized, the argument is not a torch group that contains this process,
@@ -51,9 +46,9 @@ def meeting_by_torch(
         # would find the old addresses in torch's store.
         limit = timedelta(seconds=timeout)
         gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
-        hosts = _gathered(gloo, ranks, _this_host())
+        hosts = _gathered(gloo, ranks, this_host().encode())
         if rank == 0:
-            return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, link, tls)
+            return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, options)
         url, _, secret = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
     except RuntimeError as fault:
         said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
@@ -61,14 +56,14 @@ def meeting_by_torch(
         raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
     if not url:
         raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
-    return Meeting(address_of(url), rank, len(ranks), secret=secret, link=link, tls=tls)
+    return Meeting(address_of(url), rank, len(ranks), secret=secret, **options)
 
 
-def _host(gloo: Any, ranks: Sequence[int], host: str | None, link: str | None, tls: Certificates | None) -> Meeting:
+def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:
     """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
     secret = secrets.token_hex(16)
     try:
-        meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), secret=secret, link=link, tls=tls)
+        meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), secret=secret, **options)
     except BaseException:
         _gathered(gloo, ranks, b"")
         raise
@@ -105,21 +100,12 @@ def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
     return [parts[sorted(ranks).index(rank)].numpy().tobytes().rstrip(b"\0") for rank in ranks]
 
 
-def _this_host() -> bytes:
-    """An identifier, the same for processes with one loopback: that of the host's boot and the network namespace."""
-    host = socket.gethostname()
-    if sys.platform == "linux":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        host = f"{boot} {os.readlink('/proc/self/ns/net')}"
-    return hashlib.sha256(host.encode()).hexdigest().encode()
-
-
 def _host_of_gloo() -> str:
     """The host at which gloo listens, which other hosts have reached already."""
     interface = os.environ.get(_INTERFACE, "").partition(",")[0]
     try:
         if not interface or sys.platform != "linux":
-            return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+            return number_of(socket.gethostname())
         import fcntl  # noqa: PLC0415  (Windows has none)
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

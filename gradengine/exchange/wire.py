@@ -77,13 +77,9 @@ class Hello(NamedTuple):
 
 
 class Nonce(NamedTuple):
-    """From the called rank, after the caller's hello: a nonce for the caller's proof, and a socket for the same host.
-
-    `beside` is that Unix socket's name, or empty. A stranger is told no more than this.
-    """
+    """From the called rank, after the caller's hello: a nonce for the caller's proof. A stranger receives no more."""
 
     nonce: bytes
-    beside: str
 
 
 class Proof(NamedTuple):
@@ -93,7 +89,17 @@ class Proof(NamedTuple):
 
 
 class Listening(NamedTuple):
-    """From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it."""
+    """From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it.
+
+    `host` is the same for ranks that can meet at a path.
+    """
+
+    url: str
+    host: str
+
+
+class Moved(NamedTuple):
+    """From rank 0, after all have joined over TCP on one host: the URL of a Unix socket, at which all meet again."""
 
     url: str
 
@@ -119,7 +125,7 @@ class Abort(NamedTuple):
     text: str
 
 
-Message: TypeAlias = Hello | Nonce | Proof | Listening | Members | Refused | Abort
+Message: TypeAlias = Hello | Nonce | Proof | Listening | Members | Refused | Abort | Moved
 _KINDS = get_args(Message)
 # Transfers have lower tags. OpenSSL would read 1 << 24 in a first frame as a hello of SSL 2, and wait for its rest.
 _TAGS = range(1 << 25, (1 << 25) + len(_KINDS))

@@ -18,10 +18,10 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, Facts, State, StepState
 from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFiniteGradient, WindowError
-from gradengine.exchange.environment import warn_of_other_ranks
+from gradengine.exchange.addresses import MPI_URL
 from gradengine.exchange.exchange import Exchange, Sums
 from gradengine.exchange.gather import gathered, packed
-from gradengine.exchange.rendezvous import MPI_URL
+from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
@@ -148,13 +148,7 @@ class Reducer:
         if tp_exchange is not None:
             self.parts.join(tp_exchange, self.step, self._settings)
         if exchange is not None:
-            try:
-                self._join(exchange)
-            except CallerError:
-                raise  # it is as it was: another engine's, perhaps
-            except BaseException:
-                exchange.close()  # else it would keep its address and refuse the ranks that still call
-                raise
+            self._join(exchange)
 
     def _join(self, exchange: Exchange) -> None:
         self._leave_device()
@@ -167,7 +161,11 @@ class Reducer:
             )  # fmt: skip
         self.workers, self.is_only_worker, self.sums = exchange, exchange.world_size == 1, None
         if exchange.device_calls is not None and not self.is_only_worker:
-            self.on_device = DeviceSums(exchange, exchange.device_calls, self._accumulator, self._plan)
+            try:
+                self.on_device = DeviceSums(exchange, exchange.device_calls, self._accumulator, self._plan)
+            except BaseException:
+                exchange.close()  # others wait
+                raise
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
         """Start spans that hold all that this worker contributes: they are sent from now on, or in `agree`."""

@@ -22,7 +22,7 @@ from gradengine.engine import GradientEngine
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
-from gradengine.exchange.environment import warn_of_other_ranks
+from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order

@@ -11,12 +11,12 @@ import numpy as np
 
 from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh
+from gradengine.exchange.addresses import addresses_of
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of
 from gradengine.exchange.line import Line
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.reach import addresses_of
 from gradengine.exchange.wire import HEAD_BYTES, Members, announced, checksum, decoded, encoded, unpacked
 from gradengine.layout import GradientLayout, layout_from_table
 
@@ -67,7 +67,7 @@ def addresses(data: bytes) -> None:
 def stranger(data: bytes) -> None:
     """All that a caller says to rank 0; nobody is let in by it."""
     for said in {data, _with_checksums(data)}:
-        joining = mesh._Joining(0, 2, SECRET, "", 60.0, lambda: 0.0)
+        joining = mesh.Joining(0, 2, SECRET, "", 60.0, lambda: 0.0)
         with _said(said) as ours:
             line = Line(ours, "a caller")
             joining._selector.register(ours, selectors.EVENT_READ, line)
@@ -97,7 +97,7 @@ def shared_memory(data: bytes) -> None:
 
 def _answer(data: bytes) -> None:
     with _said(data) as ours, tempfile.TemporaryDirectory() as folder:
-        joining = mesh._Joining(1, 2, SECRET, "", 60.0, lambda: 0.0)
+        joining = mesh.Joining(1, 2, SECRET, "", 60.0, lambda: 0.0)
         connect, mesh.connect_once = mesh.connect_once, lambda *_: ours
         try:
             joining._meet(f"{folder}/s")

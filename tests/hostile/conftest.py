@@ -3,7 +3,7 @@
 import pytest
 from channel import SECRET
 
-from gradengine.exchange.listener import Listener
+from gradengine.exchange.addresses import Listener
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from test_exchange_mesh import Clock, Started, form, start
 from gradengine.errors import HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, connect
 from gradengine.exchange import addresses as addresses_module
-from gradengine.exchange.listener import Listener
+from gradengine.exchange.addresses import Listener
 
 
 @pytest.fixture

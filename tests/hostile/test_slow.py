@@ -45,7 +45,7 @@ def test_a_rank_that_calls_waits_to_its_own_deadline_for_an_answer_that_drips(li
     listener.socket.setblocking(True)
     clock = Clock()
     second = Started(listener.address, 1, 2, clock=clock)
-    answer = encoded(Nonce(bytes(32), ""))
+    answer = encoded(Nonce(bytes(32)))
     with listener.socket.accept()[0] as first:
         first.sendall(answer)
         first.recv(1 << 16)

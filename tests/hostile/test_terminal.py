@@ -9,8 +9,8 @@ from channel import SECRET, Channel, framed, knock
 from test_exchange_mesh import Clock, Started, refusal_of
 
 from gradengine.errors import ExchangeError
+from gradengine.exchange.addresses import Listener
 from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.listener import Listener
 from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, Refused
 
 EVIL = "no\r\n\x1b[2J\x1b]0;mine\x07\x9b31m\u202egnp.exe\u2028rank 0: all is well\0\ud800"

@@ -4,7 +4,7 @@ import pytest
 
 from gradengine.errors import CallerError
 from gradengine.exchange import connect
-from gradengine.exchange.rendezvous import read_address
+from gradengine.exchange.launchers import read_address
 
 MORE = [
     "tcp://me:hush@127.0.0.1:7",

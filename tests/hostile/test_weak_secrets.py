@@ -8,8 +8,8 @@ from test_exchange_mesh import Started
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
-from gradengine.exchange.environment import read_secret
 from gradengine.exchange.handshake import new_nonce
+from gradengine.exchange.launchers import read_secret
 from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encoded
 
 WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
@@ -69,7 +69,7 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
     with listener.socket.accept()[0] as bare:
         impostor = Channel(bare, "rank 1")
         hello = impostor.expect(Hello)
-        bare.sendall(encoded(Nonce(hello.nonce, "")))  # the nonces alike, so that only the role differs
+        bare.sendall(encoded(Nonce(hello.nonce)))  # the nonces alike, so that only the role differs
         given = impostor.expect(Proof)
         impostor.send(given)
         assert second.error() == (HandshakeRefused, "rank 0 has another secret; start all with the same secret=")
