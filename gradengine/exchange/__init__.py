@@ -1,13 +1,93 @@
 """Ordered all-reduce over workers: one interface, several transports, the same bytes from each.
 
-In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum over ranks. `linked.py` is the exchange,
-over threads, sockets or MPI. `links/` moves bytes between two ranks, `gather.py` gathers small data over them, and
-`comparison.py` checks what must be the same on all ranks. `shares.py` cuts the arena into shares,
-`ordered_all_reduce.py` adds each share at its owner, `pump.py` runs that over a link, and `patience.py` counts the
-seconds of a wait. `mesh.py` connects ranks over sockets and chooses their link, `launchers.py` and `addresses.py` say
-where, `tls.py` encrypts what they send, and `torch_group.py` tells a torch process group where it is; `device_calls.py`
-is what such a group's NCCL does. In a group with a server (`server.py`) the server owns all shares, and `hub.py` runs
-it. Imports `arrays`, `layout` and `kernels`.
+In: a layout and a flat fp32 arena on every rank. Out: the arena with the sum over ranks, taken in rank order from rank
+0's value on, the squared sums of its chunks, and the first NaN or Inf of each rank. Imports `arrays`, `layout` and
+`kernels`. This page says how the parts work together. docs/wire.md says which bytes they send.
+
+How long each object lives
+--------------------------
+
+- A process holds sockets and descriptors. A forked child closes all that it inherits, and is refused by every exchange
+  of its parent.
+- A group is a fixed number of ranks that have met once. `Exchange` is one rank's side of it. `connect` makes an
+  exchange, `bind` lets the ranks meet, and `close` ends it. A group that has failed does not come back: ranks that go
+  on make new exchanges, and `bind(replaces=...)` closes the old one.
+- A link lives as long as its group. It moves bytes between this rank and each other rank, and it has no idea of
+  layouts or steps. `links/` has a file for each kind.
+- A step begins with `begin` and ends when all sums are here and all ranks have gathered their stats. An exchange has
+  one open step. Its number is the engine's.
+- A span is a range of the arena that backward completes at once: a block, or a component outside of blocks. It is
+  started once in a step, in any order.
+- A share is a range of the arena that one rank, its owner, sums for all. Shares are cut from the layout when ranks
+  join (`shares.py`), and they become ready as their spans are started. `ReadyShares` holds what was started, and
+  nothing else does.
+- A message is one part, one sum, the facts of one owner, or a piece of a gather. It has a tag, and memory at both
+  ends.
+
+Who calls whom
+--------------
+
+    reduction.Reducer                what the engine's step asks for
+      -> Exchange                    one rank of a group; raises what went wrong, and closes itself then
+           -> Meeting, Joining       meet the other ranks, and make the link (mesh.py)
+           -> hello                  compares what must be the same on all ranks
+           -> OrderedAllReduce       which transfers to make, and what to sum: no I/O, no threads, no clock
+                -> ReadyShares       which shares are ready
+                -> HostKernels       K1: the sum of W parts in rank order, measured in the same pass
+           -> Gather                 small data from each rank to each: no I/O, no threads, no clock
+           -> Pump                   takes the transfers of both, makes them, and reports those that are over
+                -> Link              send, receive, borrow, release, poll
+                -> DeviceArena       copies between a GPU's arena and rows on the host
+
+Calls go down only. What goes up is an answer or an error. A server is the same house with another door:
+`GradientServer` accepts one group after another, and its `Hub` is a pump whose all-reduce owns all shares and starts
+by itself.
+
+The way of one span: `Exchange.start` marks it in `ReadyShares` and wakes the pump. The pump asks `OrderedAllReduce`
+for transfers, which gives it the parts of the shares that became ready. Each part goes to its owner. The owner sums a
+share once all parts are there, and sends the sum to all. After its last sum of the step it sends its facts: the
+squared sums of its chunks, and the first NaN or Inf of each rank's part. `Exchange.wait` returns when all sums and
+facts are here, and when nothing of this rank is on its way any more. Then the ranks gather their stats, which ends the
+step.
+
+On which thread
+---------------
+
+One thread at a time makes the calls of an exchange: the engine's. `close` may come from any thread.
+
+While `wait` or `gather` waits, the caller's thread moves all bytes itself. For spans that are started in the
+background the pump has a thread of its own, from the first such span to the end of the step. It sums shares too. One
+of the two turns the pump at a time, and whoever has something new for the other rings a bell. `Pump.lock` is held
+around each call of `OrderedAllReduce` and `Gather`. No lock is held while bytes move. A server has one thread for
+everything.
+
+The states of a group
+---------------------
+
+    new ------ bind ------> between steps ---- first start ----> summing ---- wait ----> summed
+     |                            ^                                 |                       |
+     |                            +------- begin: the step is over on all ranks -----------+
+     +---- any error, an interrupted call, or close: ended ---------+-----------------------+
+
+- new: the address is taken, if this is rank 0. Nothing was sent.
+- between steps: a rank may leave without an error at the others, because nobody waits for it.
+- summing: parts and sums are on their way. The arena may not be read or written.
+- summed: the arena holds the sums, and `wait` returns the same again.
+- ended: every call raises the first error. `holds_sums` says whether the arena is still this rank's own part.
+
+What each failure does
+----------------------
+
+- A wrong call is a `CallerError` or `WindowError`. Nothing was sent, and the exchange is as it was.
+- Ranks that differ in secret, job, world size, layout, settings or step are refused with a `HandshakeRefused` that
+  names the rank and the difference. Nothing was summed.
+- A rank that is gone (`PeerLost`), late (`DeadlineExceeded`) or says what it should not (`ProtocolError`) ends the
+  group. Each rank closes its link, and says there which rank it has lost, so that all of them name the same one.
+- A rank that waits for a part names the rank at fault itself. It gives up first. A rank that waits for a sum gives up
+  a second later, and one that waits in a gather two seconds later, since they depend on it.
+- Nothing is gone on with in the middle. If no rank holds sums, the ranks meet in a new group and step again from their
+  own parts. Otherwise `bind` tells all of them that the window is lost.
+- An interrupted call (Ctrl-C) closes the exchange. The other ranks lose this rank at once.
 """
 
 from __future__ import annotations
