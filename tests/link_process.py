@@ -205,12 +205,20 @@ def steps(exchange, micro_batches=None, before_telling=lambda: None):
     return found
 
 
-def engine():
+def collectives():
+    """The same over the all-to-all that the group has; a rank that does not take part is an error on all others."""
+    engine(link="collectives")
+    with GROUP.connect(GROUP.half(), timeout=SOON, link="collectives") as half:
+        assert half.link == "collectives"
+        assert steps(half) == on_ranks(steps, half.world_size)[half.rank]
+
+
+def engine(**options):
     """Engines over this group find what they find over threads, whatever the buckets."""
     for micro_batches in (None, 2):
         expected = None
         for bucket_bytes in (4, 3 << 18, 1 << 21):
-            with GROUP.connect(timeout=SOON, bucket_bytes=bucket_bytes) as exchange:
+            with GROUP.connect(timeout=SOON, bucket_bytes=bucket_bytes, **options) as exchange:
                 if expected is None:
                     over_threads = functools.partial(steps, micro_batches=micro_batches)
                     expected = on_ranks(over_threads, exchange.world_size)[exchange.rank]
@@ -395,7 +403,13 @@ def fails(what, who):
 if __name__ == "__main__":
     GROUP, what, who = (OverMpi(), sys.argv[2], sys.argv[3:]) if sys.argv[1] == "mpi" else forked()
     works = {"sums": sums, "part": part, "moves": moves, "other-size": other_size, "meets": meets, "calls": calls}
-    works |= {"engine": engine, "grid": grid, "arguments": arguments, "reconnects": reconnects}
+    works |= {
+        "engine": engine,
+        "grid": grid,
+        "arguments": arguments,
+        "reconnects": reconnects,
+        "collectives": collectives,
+    }
     works |= {"meets-afar": lambda host: meets(host=host)}
     try:
         if what in works:

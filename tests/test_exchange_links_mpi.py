@@ -64,7 +64,7 @@ def told(what, who):
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
-        *((what, ranks) for what in ("sums", "engine") for ranks in (1, 2, 3, 4)),
+        *((what, ranks) for what in ("sums", "engine", "collectives") for ranks in (1, 2, 3, 4)),
         *(("part", 4), ("grid", 4), ("arguments", 2), ("moves", 2)),
     ],
 )

@@ -56,7 +56,9 @@ def ranks_that_run(parent, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("what", "ranks"), [("part", 3), ("calls", 4), ("engine", 3), ("arguments", 2)])
+@pytest.mark.parametrize(
+    ("what", "ranks"), [("part", 3), ("calls", 4), ("engine", 3), ("arguments", 2), ("collectives", 4)]
+)
 def test_parts_of_the_ranks_calls_and_engines_find_what_they_find_over_threads(what, ranks, ranks_that_run):
     """Also where a rank's arguments contradicted the group and were refused before."""
     assert ranks_that_run(ranks, what) == [(0, "the same\n")] * ranks

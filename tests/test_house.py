@@ -27,7 +27,8 @@ accumulate.state accumulate.gradients accumulate.destinations accumulate.intake 
 accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
 exchange.wire exchange.handshake exchange.tls exchange.links.link exchange.links.threads
-exchange.links.mpi exchange.links.sockets exchange.links.shared_memory exchange.links exchange.addresses
+exchange.links.mpi exchange.links.collectives exchange.links.sockets exchange.links.shared_memory exchange.links
+exchange.addresses
 exchange.launchers exchange.line
 exchange.mesh exchange.torch_group exchange.device_calls exchange.hello exchange.shares
 exchange.ordered_all_reduce exchange.gather

@@ -102,6 +102,7 @@ from gradengine.exchange.addresses import MPI_URL, address_of
 from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, WorkerClient, local_group
 from gradengine.exchange.launchers import ADDRESS, is_over_mpi, job_or_launchers, joining, launcher_of, read_ports
+from gradengine.exchange.links.collectives import COLLECTIVES, link_over_mpi
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.mesh import Meeting
@@ -109,7 +110,7 @@ from gradengine.exchange.ordered_all_reduce import NonFiniteValue
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tls import certificates_of
-from gradengine.exchange.torch_group import meeting_by_torch
+from gradengine.exchange.torch_group import link_over_torch, meeting_by_torch
 
 __all__ = [
     "Exchange",
@@ -169,9 +170,12 @@ def connect(
         join_timeout: Seconds to wait for all ranks to join.
         bucket_bytes: Bytes that a rank sums at a time; rank 0's value, or the server's, is used. It changes no bit of
             the result.
-        link: How bytes are sent between ranks that connect at an address: "tcp", "unix" or "shared_memory". None: rank
-            0's value, or if rank 0 has none, the best for the ranks' hosts. `exchange.link` says which it is; it is
-            "unix" if not all engines have their arena in shared memory.
+        link: How bytes are sent. Between ranks that connect at an address: "tcp", "unix" or "shared_memory". With a
+            process group, communicator or "mpi://" also "collectives": by the all-to-all that torch's backend or MPI
+            has, without a socket, port or secret of ours. It sums the same bits, on the host, and a rank that does not
+            take part within `timeout` is not named. None: rank 0's value, or if rank 0 has none, the best for the
+            ranks' hosts. `exchange.link` says which it is; it is "unix" if not all engines have their arena in shared
+            memory.
         served: True if all ranks connect to a `gradengine serve`, which sums for them: only its port must be reachable.
         tls: A folder with ca.crt, tls.crt and tls.key, by which all that leaves this host is encrypted, both ends show
             certificates of one authority (docs/tls.md), and NCCL moves no gradients. None: that in GRADENGINE_TLS; if
@@ -202,7 +206,13 @@ def connect(
         given = {"secret": secret, "job": job, "link": link, "served": served or None, "tls": tls, "ports": ports}
         _refuse_of_sockets(url, process_group, communicator, given)
         url, seconds = None, checked_seconds("join_timeout", join_timeout)
-        if process_group is not None:
+        if link == COLLECTIVES:
+            limit = checked_seconds("timeout", timeout)
+            if process_group is not None:
+                group = link_over_torch(process_group, limit)
+            else:
+                url, group = MPI_URL, link_over_mpi(communicator, limit)
+        elif process_group is not None:
             options = {"link": link, "tls": certificates, "ports": read_ports(os.environ, ports)}
             group = meeting_by_torch(process_group, seconds, **options)
         else:
@@ -252,9 +262,10 @@ def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, g
     way = f'url="{MPI_URL}"'
     if process_group is not None or communicator is not None:
         way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
-    if process_group is not None:
-        given = {name: value for name, value in given.items() if name not in {"link", "tls", "ports"}}
-    for name, value in given.items():
+    taken = {"link", "tls", "ports"} if process_group is not None else set()
+    if given["link"] == COLLECTIVES:
+        way, taken = f'link="{COLLECTIVES}"', {"link"}
+    for name, value in ((name, value) for name, value in given.items() if name not in taken):
         if value is not None:
             raise CallerError(f"connect with {way} takes no {name}", do=f"leave {name} out")
 

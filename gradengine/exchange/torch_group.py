@@ -17,6 +17,7 @@ import numpy as np
 from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange.addresses import address_of, number_of, this_host
+from gradengine.exchange.links.collectives import Bytes, CollectiveLink
 from gradengine.exchange.mesh import Meeting
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
@@ -51,12 +52,55 @@ def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meet
             return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, options)
         url, _, secret = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
     except RuntimeError as fault:
-        said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
-        what = f"rank {rank} does not find all ranks of the process group ({said_so})"
-        raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
+        raise _not_all(rank, fault) from None
     if not url:
         raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
     return Meeting(address_of(url), rank, len(ranks), secret=secret, **options)
+
+
+def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
+    """Make this rank's link over the all-to-all of a group like this one; called on all of its ranks together.
+
+    The backend is the group's own for memory of the host, or gloo if it has none.
+
+    Args:
+        process_group: A group of torch.distributed. Its own messages are not disturbed.
+        timeout: Seconds in which all ranks must call this, and take part in each round.
+
+    Raises:
+        CallerError, PeerLost: As `meeting_by_torch`.
+    """
+    distributed, ranks, rank = _place(process_group)
+    torch: Any = sys.modules["torch"]
+    backends = dict(each.split(":") for each in str(distributed.get_backend_config(process_group)).split(","))
+    try:
+        limit = timedelta(seconds=timeout)
+        # Kept until the process ends, for the reason that `meeting_by_torch` gives.
+        ours = distributed.new_group(ranks, limit, backend=backends.get("cpu", "gloo"), use_local_synchronization=True)
+    except RuntimeError as fault:
+        raise _not_all(rank, fault) from None
+    order = [ranks.index(each) for each in sorted(ranks)]  # torch's own
+
+    def all_to_all(sent: Sequence[Bytes]) -> Sequence[Bytes]:
+        sizes = [sent[each].size for each in order]
+        counts = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
+        try:
+            distributed.all_to_all_single(counts, torch.tensor(sizes, device="cpu"), group=ours)
+            received = torch.empty(int(counts.sum()), dtype=torch.uint8, device="cpu")
+            data = torch.from_numpy(np.concatenate([sent[each] for each in order]))
+            distributed.all_to_all_single(received, data, counts.tolist(), sizes, group=ours)
+        except RuntimeError as fault:
+            raise _not_all(rank, fault) from None
+        pieces = dict(zip(order, np.split(received.numpy(), np.cumsum(counts.numpy())[:-1]), strict=True))
+        return [pieces[each] for each in range(len(ranks))]
+
+    return CollectiveLink(rank, len(ranks), all_to_all)
+
+
+def _not_all(rank: int, fault: RuntimeError) -> PeerLost:
+    said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
+    what = f"rank {rank} does not find all ranks of the process group ({said_so})"
+    return PeerLost(what, do="call connect with the process group on all of its ranks")
 
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:

@@ -26,6 +26,7 @@ _TESTS = 20  # in a poll, until something is over: one test moves a piece of a l
 _CANCEL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to end by errors of their own
 _POLL_SECONDS = 0.001
+_LOOKS = 2000  # at a collective without a pause, before a rank looks each millisecond
 
 
 @final
@@ -49,20 +50,8 @@ class MpiLink(Link):
     way_on = "start the job again from a checkpoint"  # MPI takes no message back
 
     def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
-        mpi = self._mpi = _mpi()
-        theirs = mpi.COMM_WORLD if communicator is None else communicator
-        if not isinstance(theirs, mpi.Comm) or theirs == mpi.COMM_NULL or theirs.Is_inter():
-            raise CallerError("not an intracommunicator that contains this process", got=repr(communicator))
-        if _held:
-            what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
-            raise PeerLost(what, do=self.way_on)
-        self.rank, self.world_size = theirs.rank, theirs.size
-        self._ours, request = theirs.Idup()
-        if not _is_over(request, time.monotonic() + timeout):
-            _held.append(request)
-            do = "make the link on every rank of the communicator"
-            raise PeerLost(f"not all ranks make a link with rank {self.rank}", got=f"nothing for {timeout:g} s", do=do)
-        self._ours.Set_errhandler(mpi.ERRORS_RETURN)
+        self._mpi, self._ours = own_communicator(communicator, timeout)
+        self.rank, self.world_size = self._ours.rank, self._ours.size
         self._lock, self.bell = threading.Lock(), Bell()
         self._requests: list[Any] = []
         self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
@@ -165,6 +154,41 @@ class MpiLink(Link):
 _links: list[MpiLink] = []
 _farewells: list[Any] = []  # requests
 _held: list[Any] = []  # requests that MPI does not take back: nobody knows when they end
+
+
+def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
+    """Return mpi4py.MPI and a duplicate of a communicator, made on all of its ranks together; see `MpiLink`."""
+    mpi = _mpi()
+    theirs = mpi.COMM_WORLD if communicator is None else communicator
+    if not isinstance(theirs, mpi.Comm) or theirs == mpi.COMM_NULL or theirs.Is_inter():
+        raise CallerError("not an intracommunicator that contains this process", got=repr(communicator))
+    if _held:
+        what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
+        raise PeerLost(what, do=MpiLink.way_on)
+    ours, request = theirs.Idup()
+    if not _is_over(request, time.monotonic() + timeout):
+        _held.append(request)
+        do = "make the link on every rank of the communicator"
+        raise PeerLost(f"not all ranks make a link with rank {theirs.rank}", got=f"nothing for {timeout:g} s", do=do)
+    ours.Set_errhandler(mpi.ERRORS_RETURN)
+    return mpi, ours
+
+
+def finish(request: Any, timeout: float, rank: int) -> None:
+    """Wait for a nonblocking collective; if it takes longer than `timeout`, the job is aborted as this process ends.
+
+    Raises:
+        PeerLost: Not all ranks take part in time.
+    """
+    looks, deadline = 0, time.monotonic() + timeout
+    while not request.Test():
+        looks += 1
+        if looks > _LOOKS:
+            time.sleep(_POLL_SECONDS)
+        if time.monotonic() > deadline:
+            _held.append(request)
+            what = f"not all ranks take part in a round with rank {rank}"
+            raise PeerLost(what, got=f"nothing for {timeout:g} s", do=MpiLink.way_on)
 
 
 def _mpi() -> Any:

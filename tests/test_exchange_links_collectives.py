@@ -1,0 +1,113 @@
+"""A link over an all-to-all: the same sums as over any other link, in rounds that all ranks make together."""
+
+import threading
+
+import numpy as np
+import pytest
+import strategies as draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transports import SMALL, SOON, Worker, contributions, on_all, outcomes, rank_order_sum
+
+from gradengine.errors import PeerLost, ProtocolError
+from gradengine.exchange.exchange import Exchange
+from gradengine.exchange.links.collectives import CollectiveLink
+from gradengine.exchange.links.link import Completed, Completion
+from gradengine.kernels import CHUNK
+
+
+class Rounds:
+    """An all-to-all between threads, which fails where not all of them come."""
+
+    def __init__(self, world_size, seconds=SOON):
+        self.barrier, self.seconds = threading.Barrier(world_size), seconds
+        self.table = [None] * world_size
+
+    def link(self, rank):
+        def all_to_all(sent):
+            try:
+                self.table[rank] = sent
+                self.barrier.wait(self.seconds)
+                received = [pieces[rank] for pieces in self.table]
+                self.barrier.wait(self.seconds)
+            except threading.BrokenBarrierError:
+                raise PeerLost("not all ranks take part in a round") from None
+            return received
+
+        return CollectiveLink(rank, len(self.table), all_to_all)
+
+
+def links_of(world_size, **options):
+    rounds = Rounds(world_size, **options)
+    return [rounds.link(rank) for rank in range(world_size)]
+
+
+@given(
+    draw.uneven_layouts(CHUNK),
+    st.integers(1, 4),
+    st.sampled_from([4, 300, 1 << 22]),
+    st.booleans(),
+    st.lists(st.sampled_from([0, 1, 5000, 20000]), min_size=4, max_size=4),
+)
+@settings(max_examples=40)
+def test_the_sums_are_those_of_any_link_and_what_is_told_comes_to_all(layout, world_size, bucket, in_background, told):
+    parts = contributions(layout, world_size)
+
+    def work(worker):
+        rank, found = worker.exchange.rank, []
+        worker.bind()
+        for _ in range(3):
+            for span in layout.spans:
+                worker.exchange.start(span, in_background=in_background)
+            worker.exchange.wait()
+            found.append(worker.arena.tobytes())
+            texts = worker.exchange.all_gather(bytes([rank]) * told[rank])
+            assert texts == [bytes([other]) * told[other] for other in range(world_size)]
+            worker.next_step(parts[rank])
+        worker.exchange.close()
+        return found
+
+    exchanges = [Exchange(link, bucket_bytes=bucket, timeout=SOON) for link in links_of(world_size)]
+    workers = [Worker(*pair) for pair in zip(exchanges, [layout] * world_size, parts, strict=True)]
+    assert on_all(work, workers) == [[rank_order_sum(parts).tobytes()] * 3] * world_size
+    assert {exchange.link for exchange in exchanges} == {"collectives"}
+
+
+def test_a_message_waits_until_it_is_received_and_needs_no_other_round_then():
+    first, second = links_of(2)
+    memory = np.zeros(2)
+
+    def work(link):
+        if link is first:
+            link.send(1, 7, np.array([1.0, 2.0]))
+        else:
+            link.receive(0, 9, np.zeros(1))
+        return link.poll()
+
+    assert on_all(work, [first, second]) == [[Completion(Completed.SENT, 1, 7)], []]
+    assert second.held() == [7]
+    second.receive(0, 7, memory)
+    assert second.poll() == [Completion(Completed.RECEIVED, 0, 7)]
+    assert (memory.tolist(), second.held()) == ([1.0, 2.0], [])
+
+
+def test_another_size_is_named():
+    first, second = links_of(2)
+    second.receive(0, 7, np.zeros(3))
+    first.send(1, 7, np.zeros(2))
+    error, _ = outcomes(lambda link: link.poll(), [second, first])
+    assert isinstance(error, ProtocolError)
+    assert "rank 0 sent rank 1 another size with tag 7: got 16 bytes, expected 24 bytes" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_an_error_on_all_others():
+    exchanges = [Exchange(link, timeout=SOON) for link in links_of(3, seconds=0.5)]
+    workers = [Worker(exchange, SMALL, part) for exchange, part in zip(exchanges, contributions(SMALL, 3), strict=True)]
+    on_all(Worker.bind, workers)
+    assert {*map(type, outcomes(Worker.sum, workers[:2]))} == {PeerLost}
+    for _ in range(2):
+        exchanges[2].close()
+    link = exchanges[2]._link
+    for call in (link.poll, lambda: link.send(0, 1, np.zeros(1)), lambda: link.receive(0, 1, np.zeros(1))):
+        with pytest.raises(PeerLost, match="is closed"):
+            call()
