@@ -320,13 +320,13 @@ def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, v
 
 @pytest.mark.parametrize("around", [{}, {"SLURM_JOB_ID": "1"}], ids=["by hand", "in a job of its own"])
 def test_a_server_outside_takes_its_first_rank_s_job(environment, around, monkeypatch):
-    has_joined, admit = threading.Event(), mesh.Joining._admit
+    has_joined, admit = threading.Event(), mesh.Meeting._admit
 
-    def admitted(joining, line, hello, given):
-        admit(joining, line, hello, given)
+    def admitted(*arguments):
+        admit(*arguments)
         has_joined.set()
 
-    monkeypatch.setattr(mesh.Joining, "_admit", admitted)
+    monkeypatch.setattr(mesh.Meeting, "_admit", admitted)
     with launched(environment, around, lambda: GradientServer(2)) as server:
         first, other, second = (
             launched(

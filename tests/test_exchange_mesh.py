@@ -6,7 +6,6 @@ import linecache
 import os
 import socket
 import stat
-import struct
 import sys
 import threading
 import time
@@ -54,8 +53,7 @@ def listener():
 
 def mesh(at, rank, world_size, *, secret=None, job="", timeout, clock=time.monotonic, link=None, tls=None):
     """A rank's link; `at` is on rank 0 its listener, on the others rank 0's address."""
-    joining = mesh_module.Joining(rank, world_size, secret, job, timeout, clock, link, tls)
-    return joining.link(lambda: joining.host(at) if isinstance(at, Listener) else joining.join(at))
+    return Meeting(at, rank, world_size, secret=secret, job=job, link=link, tls=tls).link(timeout, clock)
 
 
 class Started:
@@ -257,21 +255,6 @@ def test_strangers_do_no_harm_and_delay_nobody(stays, monkeypatch, address):
         form(start(Listener(address, SECRET), 3, range(3)))
 
 
-def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_number(listener, caplog):
-    caplog.set_level("INFO", "gradengine.exchange")
-    clock = Clock()
-    first = Started(listener, 0, 2, clock=clock)
-    for second in (0.0, 0.5, 0.9, 1.0, 1.5):
-        clock.now = second
-        stranger = knock(listener.address)
-        stranger.send(Abort("", ""))
-        assert "another message" in refusal_of(stranger)
-    form([first, *start(listener, 2, [1])])
-    lines = [line for line in caplog.messages if "refuse" in line]
-    assert [line.partition("(and ")[2][:8] for line in lines] == ["", "2 others", ""]
-    assert lines[2].startswith("rank 0 has refused 1 others, at last: a caller sent another message")
-
-
 @pytest.mark.parametrize("passed_on_to", [None, 0])
 def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to):
     """Without the secret; also where a call is passed on to another rank, which would answer it as its own."""
@@ -302,21 +285,28 @@ def test_a_rank_that_has_joined_already_is_refused_and_the_group_goes_on(listene
     first = Started(listener, 0, 3)
     joined = call(listener.address, 1, 3)
     for rank in (1, 0):
-        kind, told = Started(listener.address, rank, 3).error()
-        assert kind is HandshakeRefused
-        assert f"rank {rank} has joined already" in told
+        channel, hello = knock(listener.address), Hello(rank, 3, "", new_nonce())
+        channel.send(hello)
+        channel.send(Proof(proof(SECRET, "caller", hello, channel.expect(Nonce).nonce, 0, b"")))
+        assert f"rank {rank} has joined already" in refusal_of(channel)
     joined.close()
     form([first, *start(listener, 3, [1, 2])])
 
 
-@pytest.mark.parametrize("far", ["tcp://10.0.0.7:5", None])
-def test_another_world_size_and_a_rank_that_another_cannot_reach_end_the_group_for_all_that_came(listener, far):
+def test_a_rank_with_another_world_size_is_refused_and_the_group_goes_on(listener):
+    first = Started(listener, 0, 3)
+    kind, told = Started(listener.address, 2, 4).error()
+    assert kind is HandshakeRefused
+    assert "rank 2 was started for another world size" in told
+    form([first, *start(listener, 3, [1, 2])])
+
+
+def test_a_rank_that_another_cannot_reach_ends_the_group_for_all_that_came(listener):
     first, joined = Started(listener, 0, 3), meet(listener.address, 1, 3, "tcp://127.0.0.1:5")
-    other = meet(listener.address, 2, 3, far) if far else Started(listener.address, 2, 4)
-    word = "rank 2 cannot reach rank 1" if far else "rank 2 was started for another world size"
-    for kind, told in (first.error(), told_by(joined), told_by(other) if far else other.error()):
+    other = meet(listener.address, 2, 3, "tcp://10.0.0.7:5")
+    for kind, told in (first.error(), told_by(joined), told_by(other)):
         assert kind is HandshakeRefused
-        assert word in told
+        assert "rank 2 cannot reach rank 1" in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only on Linux all of 127.0.0.0/8 is loopback")
@@ -408,34 +398,6 @@ def test_a_rank_that_another_does_not_call_names_it(listener, listeners):
         assert "rank 2 did not join rank 1" in told
 
 
-def test_a_rank_that_was_let_in_and_has_not_heard_so_is_let_in_again(listener, listeners):
-    """Its connection was reset before the answer came; one that is there is refused; what it sends is kept."""
-    started = start(listener, 4, [0, 1])
-    with contextlib.ExitStack() as stack:
-        two, _ = (stack.enter_context(contextlib.closing(meet(listener.address, rank, 4))) for rank in (2, 3))
-        group = two.expect(Members).group
-        [second] = listeners
-        for way in ("reset", "closed"):
-            lost = call(second.address, 2, 4, called=1, group=group)
-            if way == "reset":
-                lost._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            lost.close()
-        there = stack.enter_context(contextlib.closing(call(second.address, 2, 4, called=1, group=group)))
-        hello = Hello(2, 4, "", new_nonce())
-        for says in (b"", b"early"):
-            there._socket.sendall(says)
-            again = knock(second.address)
-            again.send(hello)
-            nonce = again.expect(Nonce).nonce
-            again.send(Proof(proof(SECRET, "caller", hello, nonce, 1, group)))
-            assert "rank 2 has joined already" in refusal_of(again)
-        stack.enter_context(contextlib.closing(call(second.address, 3, 4, called=1, group=group)))
-        links = [rank.link() for rank in started]
-        assert links[1]._connections[2].socket.recv(9) == b"early"
-        for link in links:
-            link.close()
-
-
 def test_a_rank_says_that_rank_0_waits_for_others(listener):
     """In the middle of its answer; at the first one: hostile/test_slow.py."""
     second = Started(listener.address, 1, 3, clock=(clock := Clock()))
@@ -478,12 +440,11 @@ def test_if_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link(li
 
 
 @pytest.mark.parametrize("link", [None, "unix"])
-def test_without_a_folder_ranks_of_one_host_stay_at_tcp_or_are_refused_another_link(listener, link, folder, caplog):
+def test_without_a_folder_ranks_of_one_host_stay_at_tcp_or_are_refused_another_link(listener, link, folder):
     (folder / f"gradengine-{os.getuid()}").touch()
     started = start(listener, 2, range(2), link=link)
     if link is None:
         assert [link.name for link in form(started)] == ["tcp", "tcp"]
-        assert "stay at TCP: " in caplog.text
         return
     for kind, says in [rank.error() for rank in started]:
         assert kind is HandshakeRefused
@@ -562,16 +523,6 @@ def test_a_rank_that_was_let_in_and_finds_no_listener_any_more_is_told_so_at_onc
     channel.close()
     assert kind is PeerLost
     assert f"{where} listens no more" in told
-
-
-def test_a_path_that_a_rank_may_not_use_is_refused_at_once(tmp_path, monkeypatch):
-    def denied(address, timeout):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(mesh_module, "connect_once", denied)
-    kind, told = Started(str(tmp_path / "s"), 1, 2, clock=Clock()).error()
-    assert kind is HandshakeRefused
-    assert "rank 1 may not connect to rank 0 at " in told
 
 
 # ---- the listener ----
@@ -655,7 +606,7 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, is_tcp, tmp_path, fo
 
     # What a return hands over that is interrupted nobody can close; at a `try` and at the end of a `with` no signal is
     # looked for.
-    files = {"line.py", "addresses.py", "mesh.py"}
+    files = {"handshake.py", "addresses.py", "mesh.py"}
     lines = [
         (file, line, event, time)
         for file, line, event, time in joined(places_of)[0]
@@ -665,3 +616,27 @@ def test_interrupted_at_any_line_nothing_is_left_open(rank, is_tcp, tmp_path, fo
     assert len(lines) > 50
     for at in lines:
         assert joined(lambda work, at=at: interrupted_at(at, work))[1] == [], at
+
+
+def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_number(listener, caplog):
+    caplog.set_level("INFO", "gradengine.exchange")
+    clock = Clock()
+    first = Started(listener, 0, 2, clock=clock)
+    for second in (0.0, 0.5, 0.9, 1.0, 1.5):
+        clock.now = second
+        stranger = knock(listener.address)
+        stranger.send(Abort("", ""))
+        assert "another message" in refusal_of(stranger)
+    form([first, *start(listener, 2, [1])])
+    lines = [line for line in caplog.messages if "refuses" in line]
+    assert [line.rpartition("(")[2] for line in lines] == ["1 since the last line)", "3 since the last line)"]
+
+
+def test_a_path_that_a_rank_may_not_use_is_refused_at_once(tmp_path, monkeypatch):
+    def denied(address, timeout):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(mesh_module, "connect_once", denied)
+    kind, told = Started(str(tmp_path / "s"), 1, 2, clock=Clock()).error()
+    assert kind is HandshakeRefused
+    assert "rank 1 may not connect to rank 0 at " in told

@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.exchange.line import Line
+from gradengine.exchange.handshake import Line
 from gradengine.exchange.wire import (
     HEAD_BYTES,
     MAX_SMALL_PAYLOAD,
-    PROTOCOL_VERSION,
+    VERSION,
     Abort,
     Hello,
     Listening,
@@ -185,13 +185,6 @@ def test_a_tag_that_no_message_has(tag):
 HELLO = _MESSAGES[0]
 
 
-@pytest.mark.parametrize("version", range(1, 5))
-def test_a_hello_of_an_older_version_is_refused_by_its_version(version):
-    for length in (0xCC, 0xCE):
-        with pytest.raises(ProtocolError, match=f"another protocol version.*got {version}, expected 5"):
-            heard(b"\x94\xa2GE\xcc" + bytes([version, length]) + bytes(100))
-
-
 @pytest.mark.parametrize("more", [[], [1, 4], ["more", "fields", "of", {}], [0] * 30])
 def test_a_hello_of_a_later_version_is_refused_by_its_version(more):
     with pytest.raises(ProtocolError, match=r"another protocol version.*got \['GE', 6\], expected \['GE', 5\]"):
@@ -313,5 +306,5 @@ def test_no_payload_takes_more_than_a_hundred_megabytes(data):
 
 
 def test_limits_of_the_document():
-    assert (HEAD_BYTES, MAX_SMALL_PAYLOAD, PROTOCOL_VERSION) == (20, 1 << 20, 5)
+    assert (HEAD_BYTES, MAX_SMALL_PAYLOAD, VERSION) == (20, 1 << 20, 5)
     assert tag_of(HELLO) == 1 << 25

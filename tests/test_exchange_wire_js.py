@@ -12,7 +12,7 @@ import pytest
 from test_exchange_wire import LITERAL
 
 from gradengine.exchange.handshake import proof
-from gradengine.exchange.wire import PROTOCOL_VERSION, Hello, checksum, head
+from gradengine.exchange.wire import VERSION, Hello, checksum, head
 
 ROOT = Path(__file__).parent.parent
 MODULES = ROOT / "out" / "node" / "node_modules"  # where `make test-wire-js` installs it
@@ -65,7 +65,7 @@ def test_every_kind_of_message_is_read_and_written():
     """All messages of a handshake as they are on the wire."""
     found = in_javascript(messages=[frame.hex() for _, frame in LITERAL])["messages"]
     for (message, frame), read in zip(LITERAL, found, strict=True):
-        opening = ["GE", PROTOCOL_VERSION] if isinstance(message, Hello) else []
+        opening = ["GE", VERSION] if isinstance(message, Hello) else []
         assert read["fields"] == [*opening, *(shown(each) if isinstance(each, bytes) else each for each in message)]
         assert str(read["checksum"]) == str(read["check"])
         assert read["written"] == shown(frame)
@@ -87,7 +87,7 @@ def test_a_checksum_of_any_size_is_the_same(size):
 def test_a_proof_is_the_same(role, secret, channel):
     hello = Hello(rank=300, world_size=400, job="a job", nonce=bytes(range(32)))
     nonce, group = bytes(range(100, 132)), bytes(16)
-    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, 7, group]
+    bound = [role, VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, 7, group]
     bound += [channel] * bool(channel)
     [found] = in_javascript(proofs=[[secret, *bound]])["proofs"]
     assert found == shown(proof(secret, role, hello, nonce, 7, group, channel))

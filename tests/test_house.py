@@ -26,11 +26,10 @@ elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
 accumulate.groups accumulate.block accumulate.accumulator accumulate.gpu accumulate
 clip
-exchange.wire exchange.handshake exchange.tls exchange.links.link exchange.links.threads
-exchange.links.mpi exchange.links.collectives exchange.links.sockets exchange.links.shared_memory exchange.links
-exchange.addresses
-exchange.launchers exchange.line
-exchange.mesh exchange.torch_group exchange.device_calls exchange.hello exchange.shares
+exchange.wire exchange.tls exchange.links.link exchange.links.threads exchange.links.mpi
+exchange.links.collectives exchange.links.sockets exchange.links.shared_memory exchange.links exchange.handshake
+exchange.addresses exchange.launchers exchange.mesh
+exchange.torch_group exchange.device_calls exchange.hello exchange.shares
 exchange.ordered_all_reduce exchange.gather
 exchange.pump exchange.server exchange.exchange exchange
 reduction.stats reduction.device_sums

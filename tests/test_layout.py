@@ -342,7 +342,7 @@ PART, OTHER_PART = ([*ONE, [rank, 2, ["row"]]] for rank in (0, 1))
         (
             [MANY, NAMES],
             [MANY, [*NAMES[:-2], "w19", "w18"]],
-            ["backward order from 18: here ['w18', 'w19'], there ['w19', 'w18']"],
+            ["backward order at 18: here 'w18', there 'w19'", "backward order at 19: here 'w19', there 'w18'"],
         ),
         (ONE, [[["w", [2], "layers.0"]], [0]], ["row 0: here 'w' (2,), there 'w' (2,) in 'layers.0'"]),
         (PART, OTHER_PART, ["part of a model: here tp_rank 0 of 2 (1 row), there tp_rank 1 of 2 (1 row)"]),

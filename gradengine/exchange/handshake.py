@@ -1,4 +1,4 @@
-"""Mutual authentication by a shared secret, and comparison of job and world size; no I/O.
+"""Connections between ranks that are not yet a group: whole messages, proofs of the secret, and job and world size.
 
 Each proof is an HMAC-SHA256 over the prover's role, both nonces, the protocol version, job, rank, world size, the rank
 that is called, the group and, over TLS, both certificates, so that it can be neither replayed, reflected nor passed on.
@@ -7,24 +7,123 @@ The secret is never sent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
+import socket
+import ssl
+from collections.abc import Callable, Collection
+from itertools import zip_longest
+from typing import Any, TypeVar, final
 
 import msgpack
 
 from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange.wire import NONCE_BYTES, PROTOCOL_VERSION, Hello
+from gradengine.exchange.links.sockets import close_in_children, origin
+from gradengine.exchange.tls import hashes_of, tell_in_plain
+from gradengine.exchange.wire import HEAD_BYTES, VERSION, Abort, Hello, Message, Refused, announced, decoded, encoded
+
+Kind = TypeVar("Kind", bound=Message)
 
 MAX_JOB_CHARACTERS = 256
 LEAST_SECRET_CHARACTERS = 16
-_DO = "create one with `openssl rand -hex 16` and use it on all ranks"
+
+
+@final
+class Line:
+    """A connection from which no more is read than the expected message: later bytes are for the link.
+
+    Args:
+        connection: The connected socket; the caller closes it.
+        who: The name of the other end, for errors.
+        left: Returns the seconds for which this end may still wait, at 0 or less it never waits.
+    """
+
+    hello: Hello  # of the end that called, once it has said it
+    nonce: bytes  # for that end's proof
+
+    def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] = lambda: 0.0) -> None:
+        self.socket, self.who, self.left, self._read = connection, who, left, bytearray()
+        self.awaited: tuple[type[Message], ...] = (Hello,)  # at the end that is called
+        self.origin = origin(connection)  # it may be gone later
+        close_in_children(connection)
+
+    def say(self, message: Message) -> None:
+        """Send a message; raises `OSError` if that fails."""
+        try:
+            self.socket.settimeout(max(self.left(), 0.0))
+            self.socket.sendall(encoded(message))
+        except BlockingIOError:
+            raise ConnectionError("nothing is read there") from None
+
+    def expect(self, *kinds: type[Kind]) -> Kind:
+        """The next message, of one of these kinds; raises the other end's refusal if it sends one."""
+        message = self.hear((*kinds, Refused, Abort))
+        if isinstance(message, kinds):
+            return message
+        assert isinstance(message, (Refused, Abort))  # noqa: S101  (the only ones left)
+        # One line of a stranger must not look like several.
+        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message.text)
+        if isinstance(message, Refused):
+            raise HandshakeRefused(f"{self.who} refuses: {text}")
+        errors = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
+        raise errors.get(message.error, ExchangeError)(text)
+
+    def hear(self, kinds: Collection[type[object]]) -> Message:
+        """The next message, of one of these kinds.
+
+        Raises:
+            BlockingIOError: The message is not complete, and this end does not wait or its time is over; call again.
+            OSError: The connection was lost or timed out.
+            ProtocolError: The message is of another kind.
+        """
+        self._fill(HEAD_BYTES)
+        kind, check, size = announced(self._read[:HEAD_BYTES], self.who)
+        if kind not in kinds:
+            expected = " or ".join(each.__name__ for each in kinds) or "nothing more"
+            raise ProtocolError(f"{self.who} sent another message", got=kind.__name__, expected=expected)
+        self._fill(HEAD_BYTES + size)
+        payload, self._read = bytes(self._read[HEAD_BYTES:]), bytearray()
+        return decoded(kind, check, payload)
+
+    def leave(self, message: Message) -> None:
+        """Send why and close, without waiting."""
+        with contextlib.suppress(OSError):
+            try:
+                self.say(message)
+            except ssl.SSLError:
+                tell_in_plain(self.socket, encoded(message))
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.recv(1 << 16)  # what is not read resets the connection, and the reason may be lost
+        self.socket.close()
+
+    def proof(self, secret: str | None, role: str, called: int, group: bytes) -> bytes:
+        """The proof that holds for this connection, after both ends have sent their nonces."""
+        return proof(secret, role, self.hello, self.nonce, called, group, hashes_of(self.socket))
+
+    def refuse_other(self, given: bytes, expected: bytes) -> None:
+        """Raise `HandshakeRefused` unless a proof of the other end is the expected one."""
+        if not hmac.compare_digest(given, expected):  # not ==, whose duration shows how many leading bytes are right
+            do = "start all with the same secret=, all or none with served=True, and without a proxy that decrypts TLS"
+            raise HandshakeRefused(f"{self.who} has another secret", do=do)
+
+    # ---- inside ----
+
+    def _fill(self, size: int) -> None:
+        while len(self._read) < size:
+            self.socket.settimeout(max(self.left(), 0.0))  # so that all calls end at one deadline
+            data = self.socket.recv(size - len(self._read))
+            if not data:
+                raise ConnectionError("the connection was closed")
+            self._read += data
 
 
 def new_nonce() -> bytes:
     """Random bytes for one handshake."""
-    return secrets.token_bytes(NONCE_BYTES)
+    return secrets.token_bytes(32)
 
 
 def proof(
@@ -33,17 +132,20 @@ def proof(
     """The HMAC of this handshake under the secret; None means an empty secret.
 
     `role` is "caller" or "called"; `called` is the rank that is called, the world size for a server, and `nonce` its
-    nonce. `channel` is `Line.channel`.
+    nonce. `channel` has the hashes of both certificates of a connection over TLS.
     """
-    bound = [role, PROTOCOL_VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
+    bound = [role, VERSION, hello.job, hello.rank, hello.world_size, hello.nonce, nonce, called, group]
     bound += [channel] if channel else []
-    return hmac.new((secret or "").encode(), msgpack.packb(bound), hashlib.sha256).digest()
+    # A secret that is not UTF-8, as of a variable with other bytes, has surrogates.
+    return hmac.new((secret or "").encode(errors="surrogatepass"), msgpack.packb(bound), hashlib.sha256).digest()
 
 
-def check_hello(hello: Hello, world_size: int) -> None:
-    """Raise `HandshakeRefused` for a worker with another world size, or a rank out of range."""
-    if len(hello.nonce) != NONCE_BYTES:
-        raise ProtocolError("nonce has another length", got=len(hello.nonce), expected=NONCE_BYTES)
+def check_hello(hello: Hello, world_size: int, job: str | None) -> None:
+    """Raise an error for a worker of another job or world size, or with a rank out of range; a job of None is any."""
+    if job is not None and hello.job != job:
+        what, got, expected = f"rank {hello.rank} belongs to another job", f"job={hello.job!r}", f"job={job!r}"
+        do = "two jobs use one address: give each its own address, and all ranks of a job the same job="
+        raise HandshakeRefused(what, got=got, expected=expected, do=do)
     if hello.world_size != world_size:
         what = f"rank {hello.rank} was started for another world size"
         do = "give every worker, and the server if there is one, the same world_size, and each job its own job="
@@ -57,25 +159,15 @@ def refuse_bad_secret(secret: str | None, source: str = "secret") -> None:
 
     Whoever hears a proof can compare it with those of any number of secrets; only the length makes that hopeless.
     """
-    if secret is None:
-        return
-    refuse_other_kind(source, secret, str)
-    if not secret.isascii():
-        _refuse_surrogates(secret, source)
+    if secret is not None:
+        refuse_other_kind(source, secret, str)
     if secret and len(secret.strip()) < LEAST_SECRET_CHARACTERS:
         got, expected = f"{len(secret.strip())} characters", f"at least {LEAST_SECRET_CHARACTERS}"
-        raise CallerError(f"{source} is too short", got=got, expected=expected, do=_DO)
+        do = "create one with `openssl rand -hex 16` and use it on all ranks"
+        raise CallerError(f"{source} is too short", got=got, expected=expected, do=do)
 
 
-def _refuse_surrogates(secret: str, source: str) -> None:
-    """Raise `CallerError` for text that has no UTF-8, as of a variable with other bytes; the error does not show it."""
-    try:
-        secret.encode()
-    except UnicodeEncodeError:
-        raise CallerError(f"{source} is not UTF-8", do=_DO) from None
-
-
-def refuse_bad_job(job: str, source: str = "this") -> None:
+def refuse_bad_job(job: object, source: str = "this") -> None:
     """Raise `CallerError` unless a job's name is printable and at most 256 characters; `source` is for the error."""
     if not isinstance(job, str) or len(job) > MAX_JOB_CHARACTERS or not job.isprintable():
         expected = f"at most {MAX_JOB_CHARACTERS} printable characters"
@@ -83,64 +175,31 @@ def refuse_bad_job(job: str, source: str = "this") -> None:
         raise CallerError(f"{source} is not a valid job name", got=said(job), expected=expected, do=do)
 
 
-def refuse_other_job(hello: Hello, job: str) -> None:
-    """Raise `HandshakeRefused` for a worker of another job."""
-    if hello.job != job:
-        what, do = f"rank {hello.rank} belongs to another job", "two jobs use one address: give each its own address"
-        do += ", and all ranks of a job the same job="
-        raise HandshakeRefused(what, got=f"job={hello.job!r}", expected=f"job={job!r}", do=do)
-
-
-def is_same_proof(given: bytes, expected: bytes) -> bool:
-    """Whether a proof is the expected one."""
-    return hmac.compare_digest(given, expected)  # not ==, whose duration shows how many leading bytes are right
-
-
-def refuse_other_proof(given: bytes, expected: bytes, who: str, *, is_encrypted: bool = False) -> None:
-    """Raise `HandshakeRefused` unless a proof is the expected one."""
-    if not is_same_proof(given, expected):
-        what, do = f"{who} has another secret", "start all with the same secret="
-        if is_encrypted:
-            what += ", or is not the one at the other end of TLS"
-            do += ", and connect them directly: a proxy that decrypts TLS is refused"
-        raise HandshakeRefused(what, do=do)
-
-
-def error_told(name: str, text: str) -> ExchangeError:
-    """A peer's error, of the class with this name if it is one of ours."""
-    kinds = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
-    return kinds.get(name, ExchangeError)(text)
-
-
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
     """The rows in which two valid layout tables differ, as at most `limit` lines for an error message."""
     (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
-    pad = max(len(ours), len(others))
-    pairs = zip(ours + [None] * (pad - len(ours)), others + [None] * (pad - len(others)), strict=True)
-    lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in enumerate(pairs) if a != b]
-    if order != other_order and not lines:
-        first = next((i for i, (a, b) in enumerate(zip(order, other_order, strict=False)) if a != b), 0)
-        here, there = order[first : first + limit], other_order[first : first + limit]
-        lines = [f"backward order from {first}: here {here}, there {there}"]
+    pairs = enumerate(zip_longest(ours, others))
+    lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in pairs if a != b]
+    if not lines:
+        pairs = enumerate(zip_longest(order, other_order))
+        lines = [f"backward order at {i}: here {a!r}, there {b!r}" for i, (a, b) in pairs if a != b]
     if part != other_part:
         lines.insert(0, f"part of a model: here {_shown_part(part)}, there {_shown_part(other_part)}")
     more = [f"and {len(lines) - limit} more rows"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
 
-def _shown_part(part: list[list[object]]) -> str:
+def _shown_part(part: list[Any]) -> str:
     if not part:
         return "the whole"
     tp_rank, tp_size, partitions = part[0]
-    assert isinstance(partitions, list)  # noqa: S101  (tables are validated before they are compared)
     counts = ", ".join(f"{partitions.count(kind)} {kind}" for kind in dict.fromkeys(partitions))
     return f"tp_rank {tp_rank} of {tp_size} ({counts})"
 
 
-def _shown(row: list[object] | None) -> str:
+def _shown(row: list[Any] | None) -> str:
     if row is None:
         return "nothing"
     name, shape, block, *order = row
-    assert isinstance(shape, list)  # noqa: S101  (tables are validated before they are compared)
     lies = f", dimensions {order[0]} in memory" if order else ""
     return f"{name!r} {tuple(shape)}" + ("" if block is None else f" in {block!r}") + lies

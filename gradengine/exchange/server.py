@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
@@ -27,7 +26,7 @@ from gradengine.exchange.hello import (
 )
 from gradengine.exchange.links.link import Completion, Transfer
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.mesh import Joining
+from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late, Patience, Pump
 from gradengine.exchange.shares import shares_of
@@ -183,16 +182,17 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         return self._is_closing
 
     def _gives_up(self, since: float) -> bool:
-        """Whether nobody has come for too long, and somebody waits to hear of it."""
+        """Whether nobody has come for too long, and `serve` waits to hear of it; raises `PeerLost` when closed."""
+        if self._is_closing:
+            raise PeerLost("the server was closed", do="reconnect on all ranks")
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout
 
     def _serve_one(self) -> GradientError | None:
         """Serve one group; returns its error if it failed."""
         try:
-            size, seconds = self._world_size, self._join_timeout
-            joining = Joining(size, size, self._secret, self._job, seconds, time.monotonic, tls=self._tls)
-            joining.is_closing, joining.gives_up = self._closes, self._gives_up
-            link = joining.link(partial(joining.host, self._listener))
+            size, secret, tls = self._world_size, self._secret, self._tls
+            meeting = Meeting(self._listener, size, size, secret=secret, job=self._job, is_served=True, tls=tls)
+            link = meeting.link(self._join_timeout, gives_up=self._gives_up)
             hub = Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes)
             self._group = link, hub
             hub.serve(self._closes)

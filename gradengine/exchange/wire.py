@@ -15,16 +15,13 @@ from xxhash import xxh3_64_intdigest
 
 from gradengine.errors import ProtocolError
 
-PROTOCOL_VERSION = 5
+VERSION = 5
 MAX_PAYLOAD = (1 << 32) - 1  # bytes
 MAX_SMALL_PAYLOAD = 1 << 20  # bytes of a list of ranks, and of what is gathered; as msgpack it takes 100 MB at most
-NONCE_BYTES = 32
 GROUP_BYTES = 16  # of a group's random identifier
 
 _HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow
 HEAD_BYTES = _HEAD.size
-_OLD_HELLO = b"\x94\xa2GE\xcc"  # the first bytes of versions 1 to 4, before the version
-_TLS_HELLO = b"\x16\x03"  # the first bytes of a caller that begins TLS (RFC 8446, 5.1)
 
 
 def checksum(tag: int, payload: bytes | memoryview) -> int:
@@ -49,11 +46,8 @@ def head_of(data: bytes | bytearray, sent: str, tags: range) -> tuple[int, int, 
     array, uint32, tag, uint64, check, bin32, size = _HEAD.unpack(data)
     if (array, uint32, uint64, bin32) == (0x93, 0xCE, 0xCF, 0xC6) and tag in tags:
         return tag, check, size
-    if data.startswith(_OLD_HELLO):
-        raise ProtocolError(f"{sent} another protocol version", got=data[5], expected=PROTOCOL_VERSION)
-    do = "if it calls with TLS, give all ranks tls=" if data.startswith(_TLS_HELLO) else None
     expected = f"93 ce .. cf .. c6 .. with a tag in {tags.start}..{tags.stop - 1}"
-    raise ProtocolError(f"{sent} an invalid head of a message", got=data.hex(" "), expected=expected, do=do)
+    raise ProtocolError(f"{sent} an invalid head of a message", got=data.hex(" "), expected=expected)
 
 
 def unpacked(data: bytes, what: str, most_items: int = -1) -> Any:
@@ -131,7 +125,7 @@ _KINDS = get_args(Message)
 _TAGS = range(1 << 25, (1 << 25) + len(_KINDS))
 _MOST_BYTES = {Members: MAX_SMALL_PAYLOAD, Refused: 1 << 16, Abort: 1 << 16}  # payloads of other kinds: 4096
 _MOST_FIELDS = 32  # a later version may have more than this one
-_OPENING = ["GE", PROTOCOL_VERSION]  # before a hello's fields, in all later versions too
+_OPENING = ["GE", VERSION]  # before a hello's fields, in all later versions too
 
 
 def encoded(message: Message) -> bytes:

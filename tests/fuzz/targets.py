@@ -12,8 +12,8 @@ import numpy as np
 from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange import mesh
 from gradengine.exchange.addresses import addresses_of
+from gradengine.exchange.handshake import Line
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of
-from gradengine.exchange.line import Line
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -65,17 +65,16 @@ def addresses(data: bytes) -> None:
 
 
 def stranger(data: bytes) -> None:
-    """All that a caller says to rank 0; nobody is let in by it."""
+    """All that a caller says to a rank; nobody is let in by it."""
     for said in {data, _with_checksums(data)}:
-        joining = mesh.Joining(0, 2, SECRET, "", 60.0, lambda: 0.0)
-        with _said(said) as ours:
+        meeting = _meeting()
+        with _said(said) as ours, selectors.DefaultSelector() as meeting._selector:
             line = Line(ours, "a caller")
-            joining._selector.register(ours, selectors.EVENT_READ, line)
-            joining._strangers.append(line)
-            while line in joining._strangers:
-                joining._hear(line)
-        joining.end()
-        assert not joining.lines
+            meeting._selector.register(ours, selectors.EVENT_READ, line)
+            meeting._strangers.append(line)
+            while line in meeting._strangers:
+                meeting._hear(line)
+        assert not meeting.lines
 
 
 def listener(data: bytes) -> None:
@@ -97,18 +96,26 @@ def shared_memory(data: bytes) -> None:
 
 def _answer(data: bytes) -> None:
     with _said(data) as ours, tempfile.TemporaryDirectory() as folder:
-        joining = mesh.Joining(1, 2, SECRET, "", 60.0, lambda: 0.0)
+        meeting = _meeting()
         connect, mesh.connect_once = mesh.connect_once, lambda *_: ours
         try:
-            joining._meet(f"{folder}/s")
+            meeting._meet(f"{folder}/s")
         except (OSError, ExchangeError):
             pass
         else:
             raise AssertionError("a stranger was taken for rank 0")
         finally:
             mesh.connect_once = connect
-            joining.end()
-        assert not joining.lines
+            meeting.close()
+        assert not meeting.lines
+
+
+def _meeting() -> mesh.Meeting:
+    """Rank 1's, once it has begun to join; it has opened nothing."""
+    meeting = mesh.Meeting("/nowhere", 1, 2, secret=SECRET)
+    meeting._timeout, meeting._clock = 60.0, lambda: 0.0
+    meeting._begin()
+    return meeting
 
 
 def _with_checksums(data: bytes) -> bytes:

@@ -9,8 +9,7 @@ from channel import Channel, claim, framed, knock
 from test_exchange_mesh import Started, form, refusal_of, start
 
 from gradengine.errors import ProtocolError
-from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.line import Line
+from gradengine.exchange.handshake import Line, new_nonce
 from gradengine.exchange.wire import HEAD_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, Refused, encoded
 
 MOST = 64  # strangers that may be connected, besides one for each rank

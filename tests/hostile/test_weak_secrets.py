@@ -1,7 +1,5 @@
 """A secret that could be guessed: who hears one proof may try secrets by the billion, so short ones are refused."""
 
-import traceback
-
 import pytest
 from channel import Channel, knock
 from test_exchange_mesh import Started
@@ -29,14 +27,6 @@ def test_a_short_secret_is_refused_before_anything_is_opened_and_is_not_shown(wh
             USES[who](secret)
         assert f"got {len(secret.strip())} characters, expected at least 16" in str(told.value)
         assert secret.strip() == "" or secret.strip() not in str(told.value)
-
-
-@pytest.mark.parametrize("who", USES)
-def test_a_secret_that_is_no_utf_8_is_refused_by_name_and_is_not_shown(who):
-    """As Python has it of a variable with other bytes; else the error of any proof would show it."""
-    with pytest.raises(CallerError, match="is not UTF-8") as told:
-        USES[who](bytes(range(97, 123)).decode() + "\udcff")
-    assert "lmno" not in "".join(traceback.format_exception(told.value))
 
 
 def test_sixteen_characters_are_taken():
@@ -72,4 +62,6 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
         bare.sendall(encoded(Nonce(hello.nonce)))  # the nonces alike, so that only the role differs
         given = impostor.expect(Proof)
         impostor.send(given)
-        assert second.error() == (HandshakeRefused, "rank 0 has another secret; start all with the same secret=")
+        kind, told = second.error()
+        assert kind is HandshakeRefused
+        assert "rank 0 has another secret" in told

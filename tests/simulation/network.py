@@ -9,7 +9,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from types import SimpleNamespace
 from weakref import WeakSet
 
-from gradengine.exchange import addresses, line, mesh, pump
+from gradengine.exchange import addresses, handshake, mesh, pump
 from gradengine.exchange.links import link, sockets
 from simulation.clock import VirtualBell, VirtualLock
 
@@ -410,7 +410,7 @@ class Network:
             (pump, "Bell", lambda: VirtualBell(clock)),
             (link, "time", virtual_time),
             (mesh, "time", virtual_time),
-            *((module, "socket", virtual_socket) for module in (mesh, addresses, line, sockets)),
+            *((module, "socket", virtual_socket) for module in (mesh, addresses, handshake, sockets)),
             *((module, "selectors", virtual_selectors) for module in (mesh, sockets)),
             (sockets, "threading", SimpleNamespace(Lock=lambda: VirtualLock(clock))),
             (sockets, "_links", WeakSet()),  # closed when the real process ends
