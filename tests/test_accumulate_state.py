@@ -296,7 +296,7 @@ def test_an_accumulator_without_an_engine_drops_a_broken_window_by_zero_all():
 BREAKING = {
     "a write": ("open", lambda stand: stand.leave_half_written()),
     "a hand back": ("open", lambda stand: stand.interrupt(stand.engine._kernels, "hand_back", stand.engine.step)),
-    "the end of a step": ("open", lambda stand: stand.interrupt(stand.engine._reducer, "next_step", stand.engine.step)),
+    "the end of a step": ("open", lambda stand: stand.interrupt(stand.engine._reducer, "begin", stand.engine.step)),
     "a replay": ("empty", lambda stand: stand.interrupt(stand.engine._late, "send", stand.graph.replay)),
     "an add that counts": ("open", lambda stand: stand.interrupt(stand.engine.accumulator, "_add", stand.open)),
 }

@@ -237,7 +237,7 @@ def test_what_differs_or_is_too_large_is_refused_to_all_and_ends_the_group(layou
 @pytest.mark.parametrize(
     ("hello", "table", "says"),
     [
-        (msgpack.packb([1, 7]), b"", "rank 0 speaks another version: got 1, expected 4"),
+        (msgpack.packb([1, 7]), b"", "rank 0 speaks another version: got 1, expected 5"),
         (SMALL, b"", "rank 0: "),
         (SMALL, b"\xc1", "rank 0: "),
         (SMALL, msgpack.packb([[["w", [1 << 62] * 65, None]], ["w"]]), "rank 0: "),

@@ -24,7 +24,7 @@ from transports import (
     rank_order_sum,
 )
 
-from gradengine.errors import CallerError, ExchangeError, PeerLost
+from gradengine.errors import CallerError, PeerLost
 from gradengine.exchange import GradientServer, WorkerClient, connect
 from gradengine.exchange import server as hub
 from gradengine.exchange import server as server_module
@@ -174,9 +174,8 @@ def test_a_fault_of_the_server_is_told_and_the_next_group_is_served(monkeypatch)
             [worker] = clients(server, 1)
             [found] = outcomes(lambda each: Worker(each, SMALL, EMPTY).bind() or each.barrier(), [worker])
             assert isinstance(found, PeerLost)
-            with pytest.raises(ExchangeError, match=r"the server failed: got MemoryError\('out of luck'\)") as raised:
+            with pytest.raises(MemoryError, match="out of luck"):
                 server.serve()
-            assert isinstance(raised.value.__cause__, MemoryError)
         step_of_all(server, 1)
 
 
@@ -227,17 +226,6 @@ def test_a_close_that_is_late_leaves_the_path_of_the_next_server(tmp_path):
     with GradientServer(2, path):
         first.close()
         assert (tmp_path / "s").exists()
-
-
-def test_a_server_that_cannot_start_its_thread_gives_its_address_back(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("gradengine.threads.threading.Thread.start", refuse)
-        with pytest.raises(RuntimeError):
-            GradientServer(1, str(tmp_path / "s"))
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_silent_server_is_found_by_the_worker_itself(monkeypatch):

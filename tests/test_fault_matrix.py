@@ -196,7 +196,7 @@ def swallowed_at(link, way, moment, after):
         found = run(workers, faulty.exchanges)
     found += [faulty.failure] if link == SERVED else []
     refuse_unnamed(found)
-    assert isinstance(found[waits], DeadlineExceeded if link == SERVED or moment != FIRST else PeerLost), found
+    assert isinstance(found[waits], DeadlineExceeded), found
     assert f"rank {late} is late" in str(found[waits]), found
     assert all(isinstance(fault, PeerLost) for n, fault in enumerate(found) if n != waits), found
     if link != TLS:

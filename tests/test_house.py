@@ -33,7 +33,7 @@ exchange.torch_group exchange.device_calls exchange.hello exchange.shares
 exchange.ordered_all_reduce exchange.gather
 exchange.pump exchange.server exchange.exchange exchange
 reduction.stats reduction.device_sums
-reduction.tensor_parallel_group reduction.reducer reduction
+reduction.reducer reduction
 engine.ranges engine.result engine.settings engine.loss_scaling engine.checkpoint engine.capture
 engine.micro_batch engine.engine engine engine.trainer
 """

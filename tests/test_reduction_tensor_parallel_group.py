@@ -28,7 +28,7 @@ from gradengine import (
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError, WindowError
 from gradengine.exchange.gather import gathered, packed
-from gradengine.reduction.tensor_parallel_group import TensorParallelGroup, _InGroup
+from gradengine.reduction.stats import TensorParallelGroup, _InGroup
 
 pytestmark = pytest.mark.timeout(150)
 # Sizes of one rank's part, and whether ranks hold different elements. Empty ones too; two blocks, and others.

@@ -115,7 +115,7 @@ class CapturedWindow(Fixed):
         self._errors.send()
         state.changes += 1
         made = result.of_replay(step)
-        self._reducer.next_step()
+        self._reducer.begin(step + 1)
         return made
 
     def ask(self, call: Call) -> State:
@@ -151,7 +151,7 @@ class CapturedWindow(Fixed):
 
     def end(self) -> None:
         """Begin the engine's step again: nothing of the graph has run, however its recording ended."""
-        self._reducer.restart()
+        self._reducer.begin(self._reducer.step)
 
 
 @final

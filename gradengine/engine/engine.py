@@ -22,14 +22,13 @@ from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import nvtx_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
-from gradengine.errors import CallerError, Fixed, GradientError, NotCopied
+from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, NotCopied
 from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
-from gradengine.reduction.reducer import DecidedStep, Reducer, whole
+from gradengine.reduction.reducer import DecidedStep, Reducer, refuse_other_worker, whole
 from gradengine.reduction.stats import StepStats
-from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
 
 _ADD, _STEP = nvtx_range("gradengine.add"), nvtx_range("gradengine.step")
 
@@ -76,7 +75,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         CallerError: An argument is out of range, a part of a model would be clipped or skipped by itself, or
             `copy_strided` is given for a GPU.
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has too little memory.
-        HandshakeRefused, PeerLost: The workers could not form a group.
+        HandshakeRefused, PeerLost, DeadlineExceeded: The workers could not form a group.
 
     Example:
         >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
@@ -117,9 +116,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
-        parts = TensorParallelGroup(self.accumulator)
         shared = self._settings.shared
-        self._reducer = Reducer(self.accumulator, average=average, settings=shared, parts=parts, plan=self._plan)
+        self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
         self._scaling = LossScaling(loss_scale, self._settings, self.accumulator)
@@ -324,7 +322,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
         with _STEP:
-            result = self._step(out, deferred is not False and truth_value("deferred", deferred), loss_scale, partial)
+            result = self._step(out, truth_value("deferred", deferred), loss_scale, truth_value("partial", partial))
         return result if self._captures else self._observers.shown(result)
 
     @whole
@@ -337,12 +335,15 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         destinations = None if arrays is None else self.accumulator.destinations.of(arrays)
         self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
-            if self._reducer.has_agreed:
+            if self._reducer.agreed is not None:
                 self.loss_scale = loss_scale
             else:
                 self._scaling.replace(loss_scale)
         try:
             decided = self._decide()
+        except ExchangeError:
+            self._reducer.fail()
+            raise
         except GradientError:
             raise
         except BaseException:  # a signal handler's, perhaps in the middle of a sum
@@ -367,7 +368,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             self._scaling.made(decided.decision)
         if decided.decision.bad is None:
             self._late.send()
-        self._reducer.next_step()
+        self._reducer.begin(decided.step + 1)
         return result
 
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
@@ -467,11 +468,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         self._ask(Call.LOAD)
         checkpoint = checkpoint_of(state, self.layout, self._settings)
-        self._reducer.refuse_other_worker(checkpoint.whose)
+        if self.exchange is not None:
+            refuse_other_worker(checkpoint.whose, self._reducer.worker)
         self.check()
         self._scaling.load(*checkpoint.loss_scale)
         self._late.restart()
-        self._reducer.load(checkpoint.step, checkpoint.whose)
+        self._reducer.begin(checkpoint.step, checkpoint.whose)
         self.accumulator.load(checkpoint.window)
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, final
 
-from gradengine.arguments import refuse_unknown, truth_value, whole_number
+from gradengine.arguments import refuse_unknown, whole_number
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.layout import GradientLayout
@@ -55,8 +55,8 @@ class Settings:
 
     def refuse_short(self, count: int, *, partial: bool) -> None:
         """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is said."""
-        room, may_be_short = self.micro_batches, partial is not False and truth_value("partial", partial)
-        if room is not None and 0 < count < room and not may_be_short:
+        room = self.micro_batches
+        if room is not None and 0 < count < room and not partial:
             raise WindowError(
                 "the window is short",
                 got=f"{count} micro-batches",

@@ -6,27 +6,18 @@ link, nor on the bucket size, nor on the order of arrival.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, final
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, TypeVar, final
 
 from gradengine.arguments import checked_seconds, whole_number
-from gradengine.errors import (
-    CallerError,
-    DeadlineExceeded,
-    ExchangeError,
-    Fixed,
-    NotCopied,
-    PeerLost,
-    WindowError,
-    refuses_renamed,
-)
-from gradengine.exchange.addresses import MPI_URL, Address
+from gradengine.errors import CallerError, ExchangeError, Fixed, NotCopied, PeerLost, WindowError, refuses_renamed
+from gradengine.exchange.addresses import Address
 from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.gather import gathered, packed, refuse_long_part
-from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of, table_told
+from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.launchers import job_or_launchers
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
@@ -35,16 +26,13 @@ from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, Orde
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
+from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
 from gradengine.layout import GradientLayout, Span
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 T = TypeVar("T")
-_Given = ParamSpec("_Given")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
 _GRACE_SECONDS = 5.0  # a rank waits so much longer than its server, which knows which rank is late
@@ -66,7 +54,7 @@ class Sums(NamedTuple):
     waited: float
 
 
-class Exchange(Fixed, NotCopied, instead="make one in each process, with connect()"):
+class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="make one in each process, by connect()"):
     """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
 
     An opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do not subclass
@@ -110,15 +98,14 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         self._link, self.rank, self.world_size = link, link.rank, link.world_size
         self.url = link.url if isinstance(link, Meeting) else url
         self.shares_memory = isinstance(link, Meeting) and link.shares_memory
-        self._calls = device_calls
+        self._calls, self._process = device_calls, os.getpid()
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where it is not the host's
         self._sums: Sums | None = None  # of this step, once they are here
         self._told: dict[str, list[bytes]] = {}  # in this step, by what it was: the other ranks do not repeat it
         self._began = 0.0  # when the first span was started
-        self._failure: BaseException | None = None  # what is raised from now on
-        self._process = os.getpid()
+        self._failure: ExchangeError | None = None  # what is raised from now on
 
     @property
     def bucket_bytes(self) -> int:
@@ -167,26 +154,20 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         Raises:
             HandshakeRefused: The ranks differ in layout (the rows are shown), settings, world size, step or secret; or
                 the window is lost.
-            PeerLost: The server or a worker did not join in time.
+            PeerLost, DeadlineExceeded: The server or a worker did not join in time.
         """
         if not isinstance(arena, DeviceArena):
             refuse_bad_arena(layout, arena)
-        self._refuse_forked()
+        self._refuse_ended()
         if self._pump is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
-        self._refuse_failed()
         if replaces is not None:
             replaces.close()  # nothing else may touch the sums that it has
-        hello = Hello(
-            layout=layout.fingerprint,
-            bucket_bytes=self._bucket_bytes,
-            step=step,
+        hello = Hello(layout.fingerprint, self._bucket_bytes, step, settings={**(settings or {})})._replace(
             sums_by_calls=sums_by_calls and self._calls is not None,
             holds_sums=replaces is not None and replaces.holds_sums,
-            settings={**(settings or {})},
         )
         self._to_the_end(self._join, layout, arena, hello)
-        self._arena = arena if isinstance(arena, DeviceArena) else None
 
     @property
     def holds_sums(self) -> bool:
@@ -208,11 +189,10 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         Raises:
             WindowError: A span was started in this step already, or the exchange is not bound; no span was started.
         """
-        pump, all_reduce = self._bound()
-        if self._failure is not None or not spans:
-            return  # `wait` raises the failure
-        with contextlib.suppress(ExchangeError):
-            self._to_the_end(self._send, pump, all_reduce, spans, in_background)
+        with suppress(ExchangeError):  # `wait` raises it
+            pump, all_reduce = self._bound()
+            if spans:
+                self._to_the_end(self._send, pump, all_reduce, spans, in_background)
 
     def wait(self) -> Sums:
         """Wait until the whole arena is reduced, and return what was found; called again in a step, the same.
@@ -224,7 +204,6 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         if self._sums is not None:
             return self._sums
         pump, all_reduce = self._bound()
-        self._refuse_failed()
         if not all_reduce.started:
             what = f"rank {self.rank} waits for sums and has started nothing"
             raise WindowError(what, do="start() every span of the step first")
@@ -255,7 +234,6 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         """
         pump, _ = self._bound()
         refuse_long_part(data)
-        self._refuse_failed()
         return self._to_the_end(pump.gather, data, self._timeout)[: self.world_size]
 
     def tell(self, what: str, facts: object) -> list[Any]:
@@ -288,29 +266,22 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         self._failure = self._failure or PeerLost(what, do=do)
         (self._pump or self._link).close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- inside ----
 
     def _bound(self) -> tuple[Pump, OrderedAllReduce]:
-        if os.getpid() != self._process:
-            self._refuse_forked()
+        self._refuse_ended()
         if self._pump is None or self._all_reduce is None:
-            self._refuse_failed()
             what = f"rank {self.rank}'s exchange is not bound to a layout"
             raise WindowError(what, do="call bind() first; GradientEngine does")
         return self._pump, self._all_reduce
 
-    def _refuse_forked(self) -> None:
+    def _refuse_ended(self) -> None:
         if os.getpid() != self._process:
             what = f"the exchange of rank {self.rank} is of the process that this one was forked from"
             raise CallerError(what, do="connect in the process that steps, after the fork")
-
-    def _refuse_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
 
@@ -324,17 +295,15 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
                     self._arena.note(span.key)
             pump.wake(in_background=in_background)
 
-    def _to_the_end(self, call: Callable[_Given, T], *given: _Given.args, **named: _Given.kwargs) -> T:
-        """Make a call and return its value; if it is interrupted close the exchange, as its ranks would drift apart."""
+    def _to_the_end(self, call: Callable[..., T], *given: object) -> T:
+        """Make a call and return its value; if it fails or is interrupted close the exchange: its ranks would drift."""
         try:
-            return call(*given, **named)
+            return call(*given)
         except WindowError:
             raise
-        except ExchangeError as fault:
-            self._failure = self._failure or fault
-            self.close()
-            raise self._failure from None
-        except BaseException:
+        except BaseException as fault:
+            if isinstance(fault, ExchangeError):
+                self._failure = self._failure or fault
             self.close()
             raise
 
@@ -342,11 +311,10 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
         if isinstance(self._link, Meeting):
             self._link = self._link.link(self._join_timeout, self._clock)
         link, self._pump = self._link, Pump(self._link, clock=self._clock)
+        self._arena = arena if isinstance(arena, DeviceArena) else None
         lends = link.lends(None if isinstance(arena, DeviceArena) else arena)
-        hellos, self._bucket_bytes = self._meet(self._pump, layout, hello._replace(lends=lends), link)
+        hellos = self._meet(self._pump, layout, hello._replace(lends=lends), link.hub)
         self._calls = self._calls if all(each.sums_by_calls for each in hellos) else None
-        if link.hub is not None:
-            self._timeout += _GRACE_SECONDS
         # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
         size = self._bucket_bytes * (self.world_size if link.hub is None else 1)
         shares = () if self._calls else shares_of(layout, self.world_size, size, owner=link.hub)
@@ -354,24 +322,22 @@ class Exchange(Fixed, NotCopied, instead="make one in each process, with connect
             self.rank, self.world_size, layout, shares, arena, HostKernels(),
             step=hello.step, reads_in_place=all(each.lends for each in hellos),
         )  # fmt: skip
-        self._pump.run(self._all_reduce, arena if isinstance(arena, DeviceArena) else None)
+        self._pump.run(self._all_reduce, self._arena)
 
-    def _meet(self, pump: Pump, layout: GradientLayout, hello: Hello, link: Link) -> tuple[list[Hello], int]:
-        """Return every rank's hello, and the bytes of a share; raises an error if the ranks do not fit together."""
-        try:
-            told = pump.gather(packed_hello(hello), self._join_timeout, "joining")
-            hellos, bucket_bytes = hellos_of(told[: self.world_size])
-            if link.hub is not None:
-                bucket_bytes = server_hello_of(told[-1], layout).bucket_bytes
-            differ, is_served = any(each.layout != hellos[0].layout for each in hellos), link.hub is not None
-            tables: list[bytes] = []
-            if differ or is_served:  # a server cuts by rank 0's table
-                table = table_told(layout, is_served=is_served) if differ or self.rank == 0 else b""
-                tables = pump.gather(table, self._join_timeout, "joining")
-        except DeadlineExceeded as late:
-            raise PeerLost(late.what, got=late.got, do="start all ranks") from None
-        refuse_differing(hellos, tables[: self.world_size], can_rejoin=self.url != MPI_URL)
-        return hellos, bucket_bytes
+    def _meet(self, pump: Pump, layout: GradientLayout, hello: Hello, hub: int | None) -> list[Hello]:
+        """Return every rank's hello; raises an error if the ranks do not fit together."""
+        hellos = hellos_of(pump.gather(packed_hello(hello), self._join_timeout, "joining"), hub)
+        self._bucket_bytes = hellos[hub or 0].bucket_bytes
+        tables: list[bytes] = []
+        if hub is not None:
+            refuse_large(layout, hellos.pop().most_bytes)
+            self._timeout += _GRACE_SECONDS
+        differ = any(each.layout != hellos[0].layout for each in hellos)
+        if differ or hub is not None:  # a server cuts by rank 0's table
+            table = layout.table() if differ or self.rank == 0 else b""
+            tables = pump.gather(table if len(table) <= MAX_SMALL_PAYLOAD else b"", self._join_timeout, "joining")
+        refuse_differing(hellos, tables)
+        return hellos
 
 
 @final
@@ -430,7 +396,5 @@ def local_group(
         >>> [exchange.rank for exchange in local_group(3)]
         [0, 1, 2]
     """
-    return [
-        Exchange(link, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes)
-        for link in thread_links(world_size)
-    ]
+    links = thread_links(world_size)
+    return [Exchange(link, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes) for link in links]

@@ -8,22 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from contextlib import AbstractContextManager
+from typing import NamedTuple, final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
-from gradengine.errors import ExchangeError, Fixed, GradientError, NotCopied, PeerLost, ProtocolError, refuses_renamed
+from gradengine.errors import Fixed, NotCopied, PeerLost, ProtocolError, refuses_renamed
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, Listener, url_of
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
-from gradengine.exchange.hello import (
-    Hello,
-    ServerHello,
-    hellos_of,
-    layout_of,
-    packed_hello,
-    refuse_differing,
-    refuse_large,
-)
+from gradengine.exchange.hello import Hello, hellos_of, layout_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.links.link import Completion, Transfer
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.mesh import Meeting
@@ -32,15 +25,10 @@ from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
 from gradengine.kernels import HostKernels
-from gradengine.layout import GradientLayout, Span
-from gradengine.threads import Bell
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from gradengine.layout import Span
 
 DEFAULT_BUCKET_BYTES = 1 << 21  # of what a server sums at a time: four of them are in flight
 _LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
-_CLOSE_SECONDS = 60.0  # for the thread, which looks several times a second whether it is to end
 
 
 @final
@@ -54,7 +42,7 @@ class ServedWorker(NamedTuple):
 
 
 @final
-class GradientServer(Fixed, NotCopied, instead="make one in the process that serves"):
+class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"], instead="make one where it serves"):
     """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none itself.
 
     It has memory only for the few shares in flight, and serves one group after another until it is closed.
@@ -107,19 +95,13 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
         self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
         self._most_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._is_closing = False
-        self._ended: deque[GradientError | None] = deque(maxlen=1)  # how the last group did, where nobody was told
+        self._ended: deque[BaseException | None] = deque(maxlen=1)  # the last group's error, until `serve` raises it
         self._waits_since = math.inf  # in `serve`
-        self._group: tuple[SocketLink, Hub] | None = None  # once it has joined
-        self._news = Bell()
+        self._hub: Hub | None = None  # of the group, once it has joined
         self._listener = Listener(address, secret)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._run, name="gradengine-server", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._is_closing = True
-            self._listener.close()
-            raise
+        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -129,40 +111,37 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
     @property
     def step(self) -> int | None:
         """The number of the group's open step; None before all workers have joined."""
-        return None if self._group is None else self._group[1].step
+        return None if self._hub is None else self._hub.step
 
     @property
     def workers(self) -> list[ServedWorker]:
         """The workers of the group that is served, by rank; none before all have joined."""
-        return [] if self._group is None else [ServedWorker(*each) for each in self._group[0].traffic()]
+        return [] if self._hub is None else [ServedWorker(*each) for each in self._hub.ranks.traffic()]
 
     def serve(self) -> None:
         """Wait until all workers of one group have joined and left.
 
         Raises:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or
-                nobody came for `join_timeout`.
+                nobody came for `join_timeout`. Any other error of the server's thread is raised as it is.
         """
         self._waits_since = time.monotonic()
         try:
-            while not self._ended:
-                if self._is_closing:
-                    raise PeerLost("the server was closed", do="make another one")
-                self._news.wait(_LOOK_SECONDS)
+            while not (self._ended or self._is_closing):
+                time.sleep(_LOOK_SECONDS)
         finally:
             self._waits_since = math.inf
-        failure = self._ended.popleft()
-        if failure is not None:
-            raise failure
+        if self._is_closing:
+            raise PeerLost("the server was closed", do="make another one")
+        fault = self._ended.popleft()
+        if fault is not None:
+            raise fault
 
     def close(self) -> None:
         """Stop; workers that still wait get an error. May be called twice."""
         self._is_closing = True
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join()  # it looks several times a second whether it is to end
         self._listener.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -171,15 +150,9 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
 
     def _run(self) -> None:
         while not self._is_closing:
-            failure = self._serve_one()
-            if not self._is_closing:
-                self._ended.append(failure)
-                self._news.ring()
-                if failure is not None:
-                    time.sleep(RETRY_SECONDS)  # it may be one that comes at once again, as of too few descriptors
-
-    def _closes(self) -> bool:
-        return self._is_closing
+            self._ended.append(fault := self._serve_one())
+            if fault is not None:
+                time.sleep(RETRY_SECONDS)  # the next group may fail at once too, for lack of descriptors perhaps
 
     def _gives_up(self, since: float) -> bool:
         """Whether nobody has come for too long, and `serve` waits to hear of it; raises `PeerLost` when closed."""
@@ -187,23 +160,18 @@ class GradientServer(Fixed, NotCopied, instead="make one in the process that ser
             raise PeerLost("the server was closed", do="reconnect on all ranks")
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout
 
-    def _serve_one(self) -> GradientError | None:
-        """Serve one group; returns its error if it failed."""
+    def _serve_one(self) -> BaseException | None:
+        """Serve one group; returns its error if it fails."""
+        size, secret, tls = self._world_size, self._secret, self._tls
         try:
-            size, secret, tls = self._world_size, self._secret, self._tls
             meeting = Meeting(self._listener, size, size, secret=secret, job=self._job, is_served=True, tls=tls)
             link = meeting.link(self._join_timeout, gives_up=self._gives_up)
-            hub = Hub(link, timeout=self._timeout, bucket_bytes=self._bucket_bytes, most_bytes=self._most_bytes)
-            self._group = link, hub
-            hub.serve(self._closes)
-        except GradientError as failure:
-            return failure
-        except BaseException as fault:  # noqa: BLE001  (raised where somebody waits, on another thread)
-            failed = ExchangeError("the server failed", got=repr(fault))
-            failed.__cause__ = fault
-            return failed
+            self._hub = Hub(link, self._timeout, self._bucket_bytes, self._most_bytes, time.monotonic)
+            self._hub.serve(lambda: self._is_closing)
+        except BaseException as fault:  # noqa: BLE001  (raised in `serve`, on another thread)
+            return fault
         finally:
-            self._group = None
+            self._hub = None
         return None
 
 
@@ -220,25 +188,21 @@ class Hub(Pump, instead="make one for each group"):
         bucket_bytes: Bytes of a share.
         most_bytes: The largest arena of a layout.
         clock: The clock of all seconds here.
+
+    Attributes:
+        ranks: The link.
     """
 
     def __init__(
-        self,
-        link: SocketLink,
-        *,
-        timeout: float,
-        bucket_bytes: int,
-        most_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, link: SocketLink, timeout: float, bucket_bytes: int, most_bytes: int, clock: Callable[[], float]
     ) -> None:
         super().__init__(link, clock=clock)
-        self._ranks, self._timeout, self._patience = link, timeout, Patience(clock)
+        self.ranks, self._timeout, self._patience = link, timeout, Patience(clock)
         self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
         self._hellos: list[Hello] = []
         self._spans: Sequence[Span] = ()
-        self._is_gathering = False  # whether a rank has begun the gather
-        self._next_gather(packed_hello(ServerHello(bucket_bytes, most_bytes)))
-        self._is_in_step = False  # whether a rank has begun the step
+        self._is_gathering = self._is_in_step = False  # whether a rank has begun the gather, or the step
+        self._next_gather(packed_hello(Hello(bucket_bytes=bucket_bytes, most_bytes=most_bytes)))
 
     def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
@@ -253,9 +217,9 @@ class Hub(Pump, instead="make one for each group"):
             while not (is_closing() or self._is_over()):
                 if not self._turn():
                     self._refuse_late()
-                    self._ranks.bell.wait(min(self._timeout, _LOOK_SECONDS))
+                    self.ranks.bell.wait(min(self._timeout, _LOOK_SECONDS))
         finally:
-            self._ranks.close()
+            self.ranks.close()
 
     @property
     def step(self) -> int | None:
@@ -268,22 +232,26 @@ class Hub(Pump, instead="make one for each group"):
         try:
             super()._report(completion)
         except ProtocolError:
-            self._ranks.lost = completion.peer  # the others are told whose fault it is
+            self.ranks.lost = completion.peer  # the others are told whose fault it is
             raise
         if self._gathered.is_done:
             parts = self._gathered.parts[:-1]
             self._next_gather(b"")
-            self._look_at(parts)
+            if not self._hellos:
+                self._hellos = hellos_of(parts)
+            elif self._all_reduce is None:
+                self._join(parts)
         if self._all_reduce is not None and self._all_reduce.is_done:
             self._all_reduce.next_step()
-            self._begin_step(self._all_reduce)
+            self._all_reduce.start(*self._spans)
+            self._is_in_step = False
 
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; returns whether there were any.
 
         Nothing is received for a gather or step that no rank has begun, so that a rank may leave before it.
         """
-        held = [is_of_gather(tag) for tag in self._ranks.held()]
+        held = [is_of_gather(tag) for tag in self.ranks.held()]
         self._is_gathering = self._is_gathering or True in held
         self._is_in_step = self._is_in_step or (False in held and self._all_reduce is not None)
         transfers: list[Transfer | Copy] = [*self._gathered.transfers()] if self._is_gathering else []
@@ -295,44 +263,31 @@ class Hub(Pump, instead="make one for each group"):
         return bool(transfers)
 
     def _next_gather(self, own: bytes) -> None:
-        self._gather = self._gathered = Gather(self._ranks.rank, self._ranks.world_size, own, self._ranks.hub)
+        self._gather = self._gathered = Gather(self.ranks.rank, self.ranks.world_size, own, self.ranks.hub)
         self._is_gathering = False
 
-    def _look_at(self, parts: list[bytes]) -> None:
-        """Compare the ranks by their first gathers, as each of them does; later gathers are not looked at."""
-        if not self._hellos:
-            self._hellos, _ = hellos_of(parts)
-            return
-        if self._all_reduce is not None:
-            return
-        refuse_differing(self._hellos, parts)
-        layout, ranks = self._layout_of(parts[0]), self._ranks.world_size
-        shares = shares_of(layout, ranks, self._bucket_bytes, owner=ranks)
-        step, self._spans = self._hellos[0].step, layout.spans
-        self._all_reduce = OrderedAllReduce(ranks, ranks, layout, shares, None, HostKernels(), step=step)
-        self._begin_step(self._all_reduce)
-
-    def _layout_of(self, table: bytes) -> GradientLayout:
-        layout = layout_of(0, table)
-        if layout.fingerprint != self._hellos[0].layout:
-            what, expected = "rank 0 sent the table of another layout", self._hellos[0].layout
-            raise ProtocolError(what, got=layout.fingerprint, expected=expected)
+    def _join(self, tables: Sequence[bytes]) -> None:
+        """Compare the ranks by their first two gathers, as each of them does, and begin the first step."""
+        refuse_differing(self._hellos, tables)
+        layout, ranks, first = layout_of(0, tables[0]), self.ranks.world_size, self._hellos[0]
+        if layout.fingerprint != first.layout:
+            what = "rank 0 sent the table of another layout"
+            raise ProtocolError(what, got=layout.fingerprint, expected=first.layout)
         refuse_large(layout, self._most_bytes)
-        return layout
-
-    def _begin_step(self, all_reduce: OrderedAllReduce) -> None:
-        self._is_in_step = False
-        all_reduce.start(*self._spans)
+        shares = shares_of(layout, ranks, self._bucket_bytes, owner=ranks)
+        self._all_reduce = OrderedAllReduce(ranks, ranks, layout, shares, None, HostKernels(), step=first.step)
+        self._spans = layout.spans
+        self._all_reduce.start(*self._spans)
 
     def _is_over(self) -> bool:
         """Whether all ranks have left."""
-        if len(self._ranks.gone()) < self._ranks.world_size:
+        if len(self.ranks.gone()) < self.ranks.world_size:
             return False
         if self._all_reduce is None:
             raise PeerLost("all ranks left before they had been compared", do="look at the ranks' own errors")
         if self._is_gathering or self._is_in_step:
             return False  # as the next turn finds
-        self._ranks.refuse_unsaid()
+        self.ranks.refuse_unsaid()
         return True
 
     def _refuse_late(self) -> None:
@@ -340,16 +295,15 @@ class Hub(Pump, instead="make one for each group"):
         if late is not None and waited > self._timeout:
             raise self._too_late(late, self._timeout)
         if late is not None:
-            self._patience.look(waited, self._ranks, lambda: late)
+            self._patience.look(waited, self.ranks, lambda: late)
 
     def _late(self) -> Late | None:
         """Whom others wait for; None if nobody waits."""
-        late = self._all_reduce.awaited if self._all_reduce is not None and self._is_in_step else None
-        if late is not None:
-            ranks, what = [late.peer], f"{late.what} in step {self._sums.step}"
+        if self._is_in_step and (late := self._sums.awaited) is not None:
+            ranks, what = [late.peer], f"{late.what} in step {self.step}"
         elif self._is_gathering:
             ranks, what = self._gathered.awaited, "a gather (end of step or barrier)"
         else:
             return None
-        where = "joining" if self._all_reduce is None else f"step {self._all_reduce.step}"
+        where = "joining" if self._all_reduce is None else f"step {self.step}"
         return Late(ranks, where, f"rank {ranks[0]} is late: others wait for {what}")

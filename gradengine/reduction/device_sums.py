@@ -55,11 +55,7 @@ class DeviceSums:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        calls: DeviceCalls,
-        accumulator: PerBlockGradientAccumulator,
-        plan: ClipPlan,
+        self, exchange: Exchange, calls: DeviceCalls, accumulator: PerBlockGradientAccumulator, plan: ClipPlan
     ) -> None:
         assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (asked for of a GPU alone)
         self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
@@ -113,20 +109,12 @@ class DeviceSums:
         self._is_under_way = False
         self._order()
 
-    @property
-    def divisor(self) -> Scalar:
-        """The number that the sum is divided by; NaN if the ranks are not in one step, or none has a micro-batch."""
-        return self._sums[:1].reshape(())
+    def totals(self) -> list[Scalar]:
+        """Return arrays of the divisor of the sum, and of all ranks' weight and number of micro-batches.
 
-    @property
-    def weight(self) -> Scalar:
-        """The weight of all ranks' micro-batches."""
-        return self._sums[1:2].reshape(())
-
-    @property
-    def micro_batches(self) -> Scalar:
-        """The number of all ranks' micro-batches."""
-        return self._sums[2:3].reshape(())
+        The divisor is NaN if the ranks are not in one step, or none has a micro-batch.
+        """
+        return [self._sums[i : i + 1].reshape(()) for i in range(3)]
 
     def unused(self) -> Flags:
         """Which components got no gradient on any rank, in the step that was queued last; waits for it."""

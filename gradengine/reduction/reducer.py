@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.state import Call, Event, Facts, State, StepState
+from gradengine.accumulate.state import Call, Event, Facts, State
 from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFiniteGradient, WindowError
 from gradengine.exchange.addresses import MPI_URL
 from gradengine.exchange.exchange import Exchange, Sums
@@ -27,8 +26,7 @@ from gradengine.kernels.arena import PartialSums
 from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
-from gradengine.reduction.stats import Place, StepStats, agree
-from gradengine.reduction.tensor_parallel_group import TensorParallelGroup
+from gradengine.reduction.stats import Place, StepStats, TensorParallelGroup, agree
 from gradengine.threads import cached_property
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
@@ -48,26 +46,18 @@ class DecidedStep:
     loss_scale: Any = None  # where it is a dynamic one
 
 
-class _HasReducer(Protocol):
-    _reducer: Reducer
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-_Caller = TypeVar("_Caller", bound=_HasReducer)
-_Given = ParamSpec("_Given")
-_Answer = TypeVar("_Answer")
-
-
-def whole(
-    method: Callable[Concatenate[_Caller, _Given], _Answer],
-) -> Callable[Concatenate[_Caller, _Given], _Answer]:
+def whole(method: _Method) -> _Method:
     """Make an interrupted call of this method leave the step broken and close the exchanges, so that no worker waits.
 
     A call during which the device fails does so too. After another error the state is what it was before the call,
-    unless memory was written.
+    unless memory was written. The method's object has a `_reducer`.
     """
 
     @functools.wraps(method)
-    def called(self: _Caller, /, *given: _Given.args, **named: _Given.kwargs) -> _Answer:
+    def called(self: Any, /, *given: Any, **named: Any) -> Any:
         step = self._reducer.step
         try:
             return method(self, *given, **named)
@@ -75,7 +65,7 @@ def whole(
             self._reducer.break_off_after(fault, step)
             raise
 
-    return called
+    return cast("_Method", called)
 
 
 @final
@@ -87,27 +77,22 @@ class Reducer:
         parts: The group of the ranks with its other parts.
         step: The number of the open step, counted from 0.
         sums: The sums over the workers in the open step, once they are here; None without other workers.
+        agreed: The stats of the open step, which all ranks have and which are final; always None for a lone one.
         is_only_worker: Whether no other worker has the same part of the model.
     """
 
     def __init__(
-        self,
-        accumulator: PerBlockGradientAccumulator,
-        *,
-        average: str,
-        settings: Mapping[str, str],
-        parts: TensorParallelGroup,
-        plan: ClipPlan,
+        self, accumulator: PerBlockGradientAccumulator, *, average: str, settings: Mapping[str, str], plan: ClipPlan
     ) -> None:
         self._accumulator, self._average, self._settings = accumulator, average, settings
-        self.parts, self._plan = parts, plan
+        self.parts, self._plan = TensorParallelGroup(accumulator), plan
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
         self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
         self._layout: GradientLayout = accumulator.layout
-        self._kernels = accumulator.kernels
-        self.agreed: StepStats | None = None  # the same on all ranks, in a step that is AGREED
-        self._state = accumulator.state
+        self._kernels, self._state = accumulator.kernels, accumulator.state
+        self._is_on_host = self._kernels.device.name == "cpu"
+        self.agreed: StepStats | None = None
         self.sums: Sums | None = None
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
         self._loaded_from: Worker | None = None  # the worker whose window was loaded, while that is open
@@ -116,11 +101,6 @@ class Reducer:
     def is_alone(self) -> bool:
         """Whether there is no rank to agree with: no other worker, and no other part of the model."""
         return self.is_only_worker and self.parts.is_alone
-
-    @property
-    def has_agreed(self) -> bool:
-        """Whether all ranks have the open step's sums and settings, which are final; never so for a lone one."""
-        return self._state.now is State.AGREED and not self.is_alone
 
     @property
     def waits(self) -> bool:
@@ -143,8 +123,9 @@ class Reducer:
             if self.on_device is not None and self.on_device.started:
                 what = f"step {self.step} is half summed on GPUs, and cannot be resumed"
                 raise WindowError(what, do="discard() it on every rank")
-            _refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
+            refuse_other_worker(self._loaded_from, (exchange.rank, exchange.world_size))
         self._state.enter(Call.RECONNECT)
+        self.agreed = None
         if tp_exchange is not None:
             self.parts.join(tp_exchange, self.step, self._settings)
         if exchange is not None:
@@ -175,7 +156,8 @@ class Reducer:
         new = [span for span in spans if span.key not in started]
         for span in new:
             self._accumulator.close_span(span)
-            self._to_mean(span)
+            if self._average == "per_worker":
+                self._to_mean(span)
         if new and self.on_device is not None:
             with self._accumulator.changing(self._state.ask(Event.SEND)):
                 self.on_device.start(new)
@@ -199,10 +181,10 @@ class Reducer:
         Raises:
             WindowError: No worker had a micro-batch; all go on with the next step.
         """
-        is_alone, accumulator = self.is_alone, self._accumulator
+        is_alone, accumulator = self.is_only_worker and self.parts.is_alone, self._accumulator
         if self._loaded_from is not None:
-            _refuse_other_worker(self._loaded_from, self.worker)
-        if self.agreed is not None and self.has_agreed:
+            refuse_other_worker(self._loaded_from, self.worker)
+        if self.agreed is not None:
             return self.agreed  # the step had reached its verdict before; nothing is left to exchange
         self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
         if self.workers is None and is_alone:
@@ -210,21 +192,19 @@ class Reducer:
         accumulator.close(measure=self.is_only_worker)
         if is_alone:
             accumulator.measure_rest()
-            self.agreed = self._stats(_NO_TOTALS)
+            stats = self._stats(_NO_TOTALS)
         elif self.on_device is not None:
-            self.agreed = self._agree_on_device(self.on_device, scale)
+            stats = self._agree_on_device(self.on_device, scale)
         else:
-            self.agreed = self._agree(Place(self.step, *scale))
+            stats = self._agree(Place(self.step, *scale))
         self._state.enter(Event.AGREE)
-        if self.on_device is None and not self.agreed.micro_batches:
-            self.next_step()  # as all ranks do
-            raise WindowError(
-                "step without a micro-batch on any worker",
-                got=f"0 micro-batches on each of {self.worker[1]} workers",
-                expected="at least 1 on one of them",
-                do="add() gradients first; all workers go on with the next step",
-            )
-        return self.agreed
+        if self.on_device is None and not stats.micro_batches:
+            self.begin(self.step + 1)  # as all ranks do
+            what, do = "step without a micro-batch on any worker", "add() gradients first; all go on with the next step"
+            got = f"0 micro-batches on each of {self.worker[1]} workers"
+            raise WindowError(what, got=got, expected="at least 1 on one of them", do=do)
+        self.agreed = None if is_alone else stats
+        return stats
 
     def divisor(self, stats: StepStats) -> float:
         """The number by which the sum over all workers is divided; 1 where only the device knows it."""
@@ -236,13 +216,13 @@ class Reducer:
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
-        with _KeptIfItFails(self._state):
-            found = self.parts.tell_non_finite(self._first_found(bad), self.step)
+        found = self.parts.tell_non_finite(self._first_found(bad), self.step)
         return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
 
-    def next_step(self) -> None:
-        """Begin the next step: this one is over on this rank."""
-        self._begin(self.step + 1)
+    def fail(self) -> None:
+        """Keep the window after an exchange failed: it takes no more, and the step can be run again."""
+        self._state.enter(Event.FAIL)
+        self.agreed = None
 
     def discard(self, *, is_queued: bool) -> None:
         """Forget the window. If part of it was sent already, the exchanges are closed, as that cannot be taken back.
@@ -253,7 +233,7 @@ class Reducer:
         now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
             self._leave()
-        self._begin(self.step + (now is State.AGREED or is_queued))
+        self.begin(self.step + (now is State.AGREED or is_queued))
 
     def break_off_after(self, fault: BaseException, step: int) -> None:
         """Break off the step of this number if a call that began in it was interrupted, or lost the device."""
@@ -271,10 +251,10 @@ class Reducer:
 
     def facts(self) -> Facts:
         """Values for the texts of refusals."""
-        can_rejoin = not (self.is_alone or (self.workers is not None and self.workers.url == MPI_URL))
+        is_over_mpi = self.workers is not None and self.workers.url == MPI_URL
         return {
             "step": f"step {self.step}",
-            "after_loss": " (after reconnect() if the exchange was lost)" if can_rejoin else "",
+            "after_loss": "" if self.is_alone or is_over_mpi else " (after reconnect() if the exchange was lost)",
             "count": self._accumulator.accumulated_count,
             "or_nothing": "" if self.is_alone else ", or add(None, weight=0) where this worker has none",
         }
@@ -286,49 +266,30 @@ class Reducer:
         if sums is not self.on_device:
             raise CallerError("the window was captured with other workers", do="capture it again")
 
-    def refuse_other_worker(self, whose: Worker | None) -> None:
-        """Raise `WindowError` if an exchange is joined in which this is not the worker that saved the window."""
-        if self.workers is not None:
-            _refuse_other_worker(whose, self.worker)
-
-    def load(self, step: int, whose: Worker | None) -> None:
-        """Open the step of a saved state, with an empty window; `whose` is the worker that saved one, if any."""
-        self._begin(step)
-        self._loaded_from = whose
-
-    def restart(self) -> None:
-        """Begin the step again; nothing of it was sent."""
-        self._begin(self.step)
-
-    def _begin(self, step: int) -> None:
+    def begin(self, step: int, whose: Worker | None = None) -> None:
+        """Begin the step of this number with an empty window; `whose` is the worker whose window is loaded next."""
         for exchange in (self.workers, self.parts.exchange):
             if exchange is not None:
                 exchange.begin(step)
         if self.on_device is not None:
             self.on_device.restart()
-        self._means, self.agreed, self.sums, self._loaded_from = set(), None, None, None
+        self._means, self.agreed, self.sums, self._loaded_from = set(), None, None, whose
         self._accumulator.drop_window()
         self.step = step
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
     # ---- inside ----
 
-    @property
-    def _is_on_host(self) -> bool:
-        return self._kernels.device.name == "cpu"
-
     def _agree(self, place: Place) -> StepStats:
-        with _KeptIfItFails(self._state):
-            if self.workers is None or self.is_only_worker:
-                self._accumulator.measure_rest()
-            else:
-                self.start(self._layout.spans, in_background=False)
-                self.sums = self.workers.wait()
-            self._state.enter(Event.SEND)
-            stats = self.parts.agree(self._stats(self._totals()), place)
-            if self.workers is not None and not self.is_only_worker:
-                stats = agree(self.workers, stats, place)
-        return stats
+        others = None if self.is_only_worker else self.workers
+        if others is None:
+            self._accumulator.measure_rest()
+        else:
+            self.start(self._layout.spans, in_background=False)
+            self.sums = others.wait()
+        self._state.enter(Event.SEND)
+        stats = self.parts.agree(self._stats(self._totals()), place)
+        return stats if others is None else agree(others, stats, place)
 
     def _agree_on_device(self, sums: DeviceSums, scale: tuple[float, int]) -> StepStats:
         accumulator = self._accumulator
@@ -339,8 +300,8 @@ class Reducer:
             sums.finish((part, weight, count), self.step, scale[0])
         accumulator.forget_measured()
         accumulator.measure_rest()
-        mine, batches = self._stats(_NO_TOTALS), sums.micro_batches
-        return replace(mine, weight=sums.weight, micro_batches=batches, on_device=sums.divisor, ask_device=sums.unused)
+        mine, (divisor, weight, batches) = self._stats(_NO_TOTALS), sums.totals()
+        return replace(mine, weight=weight, micro_batches=batches, on_device=divisor, ask_device=sums.unused)
 
     def _leave(self) -> None:
         self._leave_device()
@@ -372,9 +333,9 @@ class Reducer:
         return StepStats(accumulator.total_weight, count, totals, accumulator.unused, min(count, 1))
 
     def _to_mean(self, span: Span) -> None:
-        """If workers' means are averaged, turn the span's sum into this worker's mean, only once in a step."""
+        """Turn the span's sum into this worker's mean, only once in a step."""
         accumulator = self._accumulator
-        if self._average != "per_worker" or span.key in self._means or not accumulator.accumulated_count:
+        if span.key in self._means or not accumulator.accumulated_count:
             return
         factor, targets = accumulator.mean_factor, [accumulator.target_of(slot) for slot in span.slots]
         with accumulator.changing():
@@ -398,24 +359,8 @@ class Reducer:
         return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
 
 
-def _refuse_other_worker(whose: Worker | None, here: Worker) -> None:
+def refuse_other_worker(whose: Worker | None, here: Worker) -> None:
+    """Raise `WindowError` if this is not the worker that saved the window."""
     if whose is not None and whose != here:
-        raise WindowError(
-            "the state was saved in mid-window by rank {} of {}, and this is rank {} of {}".format(*whose, *here),
-            do="load on each rank the state that it saved",
-        )
-
-
-@final
-class _KeptIfItFails(AbstractContextManager[None]):
-    """A context in which a failing exchange sets the state FAILED, so that the window is kept and takes no more.
-
-    Not a generator: after an interrupt a generator would be closed with its traceback, in a later step.
-    """
-
-    def __init__(self, state: StepState) -> None:
-        self._state = state
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None and not issubclass(kind, CallerError):  # after a caller's mistake nothing was sent
-            self._state.enter(Event.FAIL)
+        what = "the state was saved in mid-window by rank {} of {}, and this is rank {} of {}".format(*whose, *here)
+        raise WindowError(what, do="load on each rank the state that it saved")

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgpack
 
 from fuzz.targets import HELLO, LAYOUT
-from gradengine.exchange.hello import ServerHello, packed_hello
+from gradengine.exchange import hello
 from gradengine.exchange.wire import (
     Abort,
     Hello,
@@ -58,7 +58,7 @@ SEEDS = {
     "message": _MESSAGES,
     "hello": [
         HELLO,
-        packed_hello(ServerHello(1 << 22, 1 << 36)),
+        hello.packed_hello(hello.Hello(bucket_bytes=1 << 22, most_bytes=1 << 36)),
         HELLO[:-3],
         msgpack.packb([3, *msgpack.unpackb(HELLO)[1:]]),
         msgpack.packb([*msgpack.unpackb(HELLO)[:-2], True, {}]),

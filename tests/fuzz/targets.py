@@ -13,7 +13,7 @@ from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, Pe
 from gradengine.exchange import mesh
 from gradengine.exchange.addresses import addresses_of
 from gradengine.exchange.handshake import Line
-from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, server_hello_of
+from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -22,7 +22,7 @@ from gradengine.layout import GradientLayout, layout_from_table
 
 SECRET = "a secret that the fuzzer does not know"
 MOST_BYTES = 1 << 16  # of one input: a socket has room for it
-HELLO = packed_hello(Hello("a", 1 << 22, 3, True, False, False, {"average": "mean"}))
+HELLO = packed_hello(Hello("a", 1 << 22, 3, True, False, False, 0, {"average": "mean"}))
 LAYOUT = GradientLayout.of({"layers.0.w": (5,), "head": (3, 2)})
 
 
@@ -40,10 +40,9 @@ def message(data: bytes) -> None:
 def hello(data: bytes) -> None:
     """What ranks and a server tell when they join."""
     with contextlib.suppress(ProtocolError, HandshakeRefused):
-        hellos, _ = hellos_of([data, data])
+        hellos = hellos_of([data, data], hub=1)
         refuse_differing(hellos, [LAYOUT.table()] * 2)
-    with contextlib.suppress(ProtocolError, HandshakeRefused):
-        server_hello_of(data, LAYOUT)
+        refuse_large(LAYOUT, hellos[1].most_bytes)
 
 
 def table(data: bytes) -> None:
@@ -52,7 +51,7 @@ def table(data: bytes) -> None:
         layout = layout_from_table(data)
         assert layout_from_table(layout.table()) == layout
     with contextlib.suppress(GradientError):
-        hellos = [hellos_of([HELLO])[0][0]._replace(layout=name) for name in ("a", "b")]
+        hellos = [hellos_of([HELLO])[0]._replace(layout=name) for name in ("a", "b")]
         refuse_differing(hellos, [LAYOUT.table(), data])
 
 
