@@ -628,8 +628,12 @@ def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_num
         stranger.send(Abort("", ""))
         assert "another message" in refusal_of(stranger)
     form([first, *start(listener, 2, [1])])
-    lines = [line for line in caplog.messages if "refuses" in line]
-    assert [line.rpartition("(")[2] for line in lines] == ["1 since the last line)", "3 since the last line)"]
+    lines = [line for line in caplog.messages if "refuse" in line]
+    assert [line.rpartition("(")[2] for line in lines[:2]] == [
+        "0 others since the last line)",
+        "2 others since the last line)",
+    ]
+    assert lines[2].startswith("rank 0 has refused 1 others, at last: a caller sent another message")
 
 
 def test_a_path_that_a_rank_may_not_use_is_refused_at_once(tmp_path, monkeypatch):

@@ -343,6 +343,8 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
                 stranger.socket.close()
             self._strangers.clear()
             self._selector.close()
+            if self._unlogged:
+                logger.info("%s has refused %d others, at last: %s", self._who, self._unlogged, self._refused)
 
     def _take_in(self, listener: socket.socket) -> None:
         try:
@@ -411,7 +413,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             line.socket.close()
         else:
             self._refused = refusal
-            self._log(f"from {line.origin}: {refusal}")
+            self._log(f"refuses a connection from {line.origin}: {refusal}")
             line.leave(Refused(str(refusal)))
         if line in self._strangers:
             self._strangers.remove(line)
@@ -421,12 +423,13 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             if self._is_server and not self.lines:
                 self._begin()
 
-    def _log(self, refused: str) -> None:
+    def _log(self, refusal: str) -> None:
         """Log a refusal, but only one a second and how many others there were: strangers may come by the thousand."""
-        self._unlogged += 1
-        if self._clock() - self._logged_at >= _LOG_SECONDS:
-            logger.info("%s refuses a connection %s (%d since the last line)", self._who, refused, self._unlogged)
-            self._logged_at, self._unlogged = self._clock(), 0
+        if self._clock() - self._logged_at < _LOG_SECONDS:
+            self._unlogged += 1
+            return
+        logger.info("%s %s (%d others since the last line)", self._who, refusal, self._unlogged)
+        self._logged_at, self._unlogged = self._clock(), 0
 
     # ---- both ----
 
