@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, ProtocolError
-from gradengine.exchange.gather import _HEAD_TAG, _REST_TAG, _ROOM, Gather, is_of_gather
+from gradengine.exchange.gather import _HEAD_TAG, _REST_TAG, _ROOM, Gather, is_of_gather, refuse_long_part
 from gradengine.exchange.links.link import Completed, Completion, Send
 from gradengine.exchange.shares import MOST_SHARES
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
@@ -69,7 +69,7 @@ def test_who_announces_too_much_is_refused_before_anything_is_allocated(world, l
     """A server may send as much as all ranks and it have."""
     rank, size, *server = world
     gather, peer = Gather(rank, size, b"x", *server), server[0] if server else 1
-    gather._heads[peer][:8] = np.frombuffer(struct.pack("<q", length), np.uint8)
+    gather._received[peer][:8] = np.frombuffer(struct.pack("<q", length), np.uint8)
     gather.transfers()
     with pytest.raises(ProtocolError, match=f"announces too much to gather: got {length} bytes"):
         gather.over(Completion(Completed.RECEIVED, peer, _HEAD_TAG))
@@ -79,11 +79,12 @@ def test_who_announces_too_much_is_refused_before_anything_is_allocated(world, l
 def test_as_much_as_may_be_is_gathered_and_one_byte_more_is_refused():
     assert [t.tag for t in Gather(0, 2, bytes(_ROOM)).transfers()] == [_HEAD_TAG] * 2
     assert [t.tag for t in Gather(0, 2, bytes(MAX_SMALL_PAYLOAD)).transfers()] == [_HEAD_TAG, _HEAD_TAG, _REST_TAG]
+    refuse_long_part(bytes(MAX_SMALL_PAYLOAD))
     with pytest.raises(CallerError):
-        Gather(0, 2, bytes(MAX_SMALL_PAYLOAD + 1))
+        refuse_long_part(bytes(MAX_SMALL_PAYLOAD + 1))
     gather, most = Gather(1, 2, b"x", 2), 3 * (MAX_SMALL_PAYLOAD + 8)
     assert len(msgpack.packb([bytes(MAX_SMALL_PAYLOAD)] * 3)) <= most
-    gather._heads[2][:8] = np.frombuffer(struct.pack("<q", most), np.uint8)
+    gather._received[2][:8] = np.frombuffer(struct.pack("<q", most), np.uint8)
     gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))
 
 
@@ -128,7 +129,7 @@ THREE = [b"", b"", "text"]
 @pytest.mark.parametrize("data", [*map(msgpack.packb, (THREE[:2], THREE, 7)), b"", b"\x91" * 1000 + b"\xc0"])
 def test_what_a_server_cannot_have_gathered_is_refused(data):
     gather = Gather(1, 2, b"x", 2)
-    gather._heads[2][:] = 0
-    gather._heads[2][: 8 + len(data)] = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
+    gather._received[2][:] = 0
+    gather._received[2][: 8 + len(data)] = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
     with pytest.raises(ProtocolError):
         gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))

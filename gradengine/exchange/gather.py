@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -15,9 +14,9 @@ from gradengine.exchange.links.link import Completed, Completion, Memory, Receiv
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, unpacked
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
-_LENGTH = struct.Struct("<q")
+_LENGTH = 8  # bytes of a part's length, which is sent before the part
 _BIN_HEAD = 8  # at most so many bytes before each part in a hub's message, those before all parts included
-_ROOM = 4096 - _LENGTH.size  # bytes of data that are sent together with their length: enough for most gathers
+_ROOM = 4096 - _LENGTH  # bytes of data that are sent together with their length: enough for most gathers
 
 
 @final
@@ -30,11 +29,8 @@ class Gather:
     Args:
         rank: This rank, or the hub.
         world_size: Ranks in the group.
-        data: This rank's part, at most 1 MiB.
+        data: This rank's part, at most 1 MiB; see `refuse_long_part`.
         hub: The number of the server that all parts are sent through, which is the world size.
-
-    Raises:
-        CallerError: The data are longer than 1 MiB.
 
     Example:
         >>> Gather(0, 1, b"mine").parts
@@ -42,19 +38,17 @@ class Gather:
     """
 
     def __init__(self, rank: int, world_size: int, data: bytes, hub: int | None = None) -> None:
-        refuse_long_part(data)
         self._rank, self._hub, self._count = rank, hub, world_size + (hub is not None)
         self._parts = {rank: data}
-        self._heads: dict[int, Memory] = {}
-        self._rests: dict[int, Memory] = {}
+        self._received: dict[int, Memory] = {}  # by rank: the length of its part, and then the part
         self._outbox: list[Transfer] = []
         self._open: set[Completion] = set()
         is_by_hub = hub is not None and rank != hub
         self._others = [world_size] if is_by_hub else [other for other in range(world_size) if other != rank]
         self._most = self._count * (MAX_SMALL_PAYLOAD + _BIN_HEAD) if is_by_hub else MAX_SMALL_PAYLOAD
         for other in self._others:
-            self._heads[other] = np.empty(_LENGTH.size + _ROOM, np.uint8)
-            self._begin(Receive(other, _HEAD_TAG, self._heads[other]))
+            self._received[other] = np.empty(_LENGTH + _ROOM, np.uint8)
+            self._begin(Receive(other, _HEAD_TAG, self._received[other]))
         if rank != hub:
             self._send(data)
 
@@ -82,32 +76,29 @@ class Gather:
     def over(self, completion: Completion) -> None:
         """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 1 MiB."""
         kind, peer, tag = completion
-        if kind is Completed.RECEIVED and tag == _HEAD_TAG:
-            self._read(peer, self._heads[peer].tobytes())
-        elif kind is Completed.RECEIVED:
-            self._take(peer, self._heads[peer][_LENGTH.size :].tobytes() + self._rests[peer].tobytes())
         self._open.remove(completion)
-
-    def _send(self, data: bytes) -> None:
-        head = np.zeros(_LENGTH.size + _ROOM, np.uint8)
-        head[: _LENGTH.size + len(data)] = np.frombuffer(_LENGTH.pack(len(data)) + data[:_ROOM], np.uint8)
-        rest = np.frombuffer(data, np.uint8, offset=min(_ROOM, len(data)))
-        for other in self._others:
-            self._begin(Send(other, _HEAD_TAG, head))
-            if rest.size:
-                self._begin(Send(other, _REST_TAG, rest))
-
-    def _read(self, peer: int, head: bytes) -> None:
-        (length,) = _LENGTH.unpack_from(head)
+        if kind is not Completed.RECEIVED:
+            return
+        received = self._received[peer]
+        length = int(received[:_LENGTH].view("<i8")[0])
         if not 0 <= length <= self._most:
             who = "the server" if peer == self._hub else f"rank {peer}"
             got, most = f"{length} bytes", f"at most {self._most}"
             raise ProtocolError(f"{who} announces too much to gather", got=got, expected=most)
-        if length > _ROOM:
-            self._rests[peer] = np.empty(length - _ROOM, np.uint8)
-            self._begin(Receive(peer, _REST_TAG, self._rests[peer]))
+        if tag == _HEAD_TAG and length > _ROOM:
+            self._received[peer] = np.concatenate([received, np.empty(length - _ROOM, np.uint8)])
+            self._begin(Receive(peer, _REST_TAG, self._received[peer][received.size :]))
         else:
-            self._take(peer, head[_LENGTH.size :][:length])
+            self._take(peer, received[_LENGTH:][:length].tobytes())
+
+    def _send(self, data: bytes) -> None:
+        message = np.zeros(_LENGTH + max(_ROOM, len(data)), np.uint8)
+        message[:_LENGTH].view("<i8")[0] = len(data)
+        message[_LENGTH:][: len(data)] = np.frombuffer(data, np.uint8)
+        for other in self._others:
+            self._begin(Send(other, _HEAD_TAG, message[: _LENGTH + _ROOM]))
+            if len(data) > _ROOM:
+                self._begin(Send(other, _REST_TAG, message[_LENGTH + _ROOM :]))
 
     def _take(self, peer: int, data: bytes) -> None:
         """Take the part that a rank has sent, or all parts from the server."""
@@ -140,35 +131,26 @@ def packed(what: str, facts: object) -> bytes:
         data: bytes = msgpack.packb([what, facts])
         unpacked(data, "what is told")  # msgpack also packs what other ranks would refuse
     except (TypeError, ValueError, OverflowError, ProtocolError) as fault:
-        raise CallerError(
-            "the facts cannot be sent",
-            got=said(fault),
-            expected="None, bool, int of 64 bits, float, str or bytes, in lists and in dicts with str keys",
-            do="convert scalars by float(x) and arrays by x.tolist()",
-        ) from None
+        expected = "None, bool, int of 64 bits, float, str or bytes, in lists and in dicts with str keys"
+        do = "convert scalars by float(x) and arrays by x.tolist()"
+        raise CallerError("the facts cannot be sent", got=said(fault), expected=expected, do=do) from None
     refuse_long_part(data)
     return data
 
 
 def gathered(parts: Sequence[bytes]) -> list[Any]:
     """Every rank's facts, in rank order; raises `ExchangeError` if a rank's tag is not rank 0's."""
-    told = [_told_by(rank, part) for rank, part in enumerate(parts)]
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != told[0][0]:
-            raise ExchangeError(
-                f"rank {rank} is out of sync with rank 0",
-                got=f"its {theirs}",
-                expected=f"its {told[0][0]}",
-                do="a window was finished or dropped on some ranks only: restart all from one checkpoint",
-            )
+    told: list[Any] = []
+    for rank, part in enumerate(parts):
+        found = unpacked(part, f"what rank {rank} tells")
+        if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], str):
+            raise ProtocolError(f"what rank {rank} tells has no name", got=found, expected="[text, facts]")
+        told.append(found)
+        if found[0] != told[0][0]:
+            what, expected = f"rank {rank} is out of sync with rank 0", f"its {told[0][0]}"
+            do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
+            raise ExchangeError(what, got=f"its {found[0]}", expected=expected, do=do)
     return [facts for _, facts in told]
-
-
-def _told_by(rank: int, part: bytes) -> tuple[str, Any]:
-    told = unpacked(part, f"what rank {rank} tells")
-    if not isinstance(told, list) or len(told) != 2 or not isinstance(told[0], str):
-        raise ProtocolError(f"what rank {rank} tells has no name", got=told, expected="[text, facts]")
-    return told[0], told[1]
 
 
 def refuse_long_part(data: bytes) -> None:

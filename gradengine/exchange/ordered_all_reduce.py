@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import checked_rank, refuse_other_kind, whole_number
+from gradengine.arguments import refuse_other_kind
 from gradengine.errors import CallerError, ProtocolError, WindowError
 from gradengine.exchange.links.link import Borrow, Completion, Memory, Receive, Release, Send, Transfer
 from gradengine.exchange.shares import ReadyShares, Share
@@ -41,6 +41,7 @@ from gradengine.layout import GradientLayout, Span
 Float32: TypeAlias = npt.NDArray[np.float32]
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element if it has none
+_PART, _SUM, _FACTS = range(3)  # the content of a message
 
 
 @dataclass(frozen=True)
@@ -80,38 +81,12 @@ class State(IntEnum):
     SUMMED = 3  # the sum over all ranks
 
 
-class _Kind(IntEnum):
-    """The content of a message."""
-
-    PART = 0
-    SUM = 1
-    FACTS = 2
-
-
 class _Incoming(NamedTuple):
     """The other ranks' parts of a share."""
 
     memory: Float32  # a row for each that is copied
     parts: dict[int, Float32]  # by rank: its row, or what is borrowed
     missing: set[int]  # the ranks whose part is not here
-
-
-class Flight(NamedTuple):
-    """How many shares of a rank may be in flight at a time, and the elements of their rows."""
-
-    received: int  # own ones whose parts are received, each part in a row of `largest_own`
-    own: int  # own ones that a device's arena, or a server, has a row of `largest` for
-    sent: int  # other owners' that a device's arena has such a row for
-    largest_own: int
-    largest: int
-
-
-def flight_of(mine: Sequence[Share], count: int, largest: int, in_flight: int = IN_FLIGHT) -> Flight:
-    """The room that a rank makes which owns the shares `mine`, out of `count` shares of at most `largest` elements."""
-    largest_own = _largest(mine)
-    room, window = (max(1, in_flight // max(1, 4 * size)) for size in (largest_own, largest))
-    own, others = len(mine), count - len(mine)
-    return Flight(min(room, own), min(window, own), min(window, others), largest_own, largest)
 
 
 @final
@@ -138,10 +113,6 @@ class OrderedAllReduce:
         step: The number of the open step; may be set before any span is started.
         reads_in_place: As given.
         started: The keys of the spans that were started in this step.
-        is_served: Whether a server owns all shares.
-
-    Raises:
-        CallerError: The arena does not fit the layout, or an argument is out of range.
 
     Example:
         >>> from gradengine.kernels import HostKernels
@@ -169,78 +140,65 @@ class OrderedAllReduce:
         in_flight: int = IN_FLIGHT,
         reads_in_place: bool = False,
     ) -> None:
-        if not (arena is None or isinstance(arena, DeviceArena)):
-            refuse_bad_arena(layout, arena)
-        _, self.world_size = checked_rank(0, world_size)
-        self.rank = self.world_size if arena is None else checked_rank(rank, world_size)[0]
-        self._owners = np.array([share.owner for share in shares], np.intp)
-        self.is_served = bool(shares) and {*self._owners.tolist()} == {self.world_size}
-        if shares and not (self.is_served or 0 <= self._owners.min() <= self._owners.max() < self.world_size):
-            what, expected = "a share's owner is outside of the group", f"0..{self.world_size - 1}, or a server for all"
-            raise CallerError(what, got=int(self._owners.max()), expected=expected)
+        self.rank, self.world_size, self.step, self.reads_in_place = rank, world_size, step, reads_in_place
         self._shares, self._kernels, self._size = tuple(shares), kernels, layout.arena_size
         self._is_copied = isinstance(arena, DeviceArena)
         self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
-        self._others = [other for other in range(self.world_size) if other != self.rank]
-        self._weights = [np.float32(1)] * self.world_size
+        self._others = [other for other in range(world_size) if other != rank]
 
         self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
         for share in shares:
             self._indices.setdefault(share.owner, []).extend([index for _, _, index in share.chunks])
-        self._facts = {owner: np.zeros(len(indices) + 2 * self.world_size) for owner, indices in self._indices.items()}
-        mine = [share for share in shares if share.owner == self.rank]
-        self._sums = self._places_of_sums(mine)
-        self.reads_in_place = reads_in_place
-        self._make_rows(mine, arena, whole_number("in_flight", in_flight, 0))
-        self._make_room()
+        self._facts = {owner: np.zeros(len(indices) + 2 * world_size) for owner, indices in self._indices.items()}
+        # The index and value of each rank's first non-finite element in an owner's shares.
+        self._finds = {owner: facts[-2 * world_size :].reshape(-1, 2) for owner, facts in self._facts.items()}
+        mine = [share for share in shares if share.owner == rank]
+        self._make_places_of_sums(mine)
+        self._make_room(mine, arena, in_flight)
         self._outbox: list[Transfer | Copy] = []
         self._behind: dict[int, int | str] = {}  # by share: see `Copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self.started = self._ready.started
-        self.step = whole_number("step", step, 0)
         self._parity = step % 2
         self._begin()
 
-    def _places_of_sums(self, mine: Sequence[Share]) -> dict[int, tuple[Arena, Float64]]:
-        """For each own share: where it is summed, all in one scratch, and the place of its squares in the facts."""
-        scratch = self._kernels.device.allocate(_largest(mine))
-        places, first = {}, 0
+    def _make_places_of_sums(self, mine: Sequence[Share]) -> None:
+        """For each own share: where it is summed, all in one scratch; its squares in the facts; its chunks' places."""
+        scratch, first = self._kernels.device.allocate(_largest(mine)), 0
+        self._sums: dict[int, tuple[Arena, Float64, list[slice]]] = {}
         for share in mine:
-            targets = [scratch.part(start - share.start, stop - share.start) for start, stop, _ in share.chunks]
-            squares = self._facts[self.rank][first : first + len(targets)]
-            places[share.number] = self._kernels.arena(targets), squares
-            first += len(targets)
-        return places
+            pieces = [slice(start - share.start, stop - share.start) for start, stop, _ in share.chunks]
+            targets = self._kernels.arena([scratch.part(piece.start, piece.stop) for piece in pieces])
+            squares = self._facts[self.rank][first : first + len(pieces)]
+            self._sums[share.number] = targets, squares, pieces
+            first += len(pieces)
 
-    def _make_rows(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
-        """Make a device's or a server's rows for shares in flight, and find how many of a host's may be in flight."""
-        self._flight = flight = flight_of(mine, len(self._shares), _largest(self._shares), in_flight)
+    def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
+        """Make the memory for parts that are received, and a device's or a server's rows, for the shares in flight."""
+        largest_own, largest = _largest(mine), _largest(self._shares)
+        received, begun = (max(1, in_flight // max(1, 4 * size)) for size in (largest_own, largest))
+        counts = [len(self._shares) - len(mine), len(mine)]  # of other ranks' shares, of own ones
+        rows = [min(begun, count) for count in counts]
         # The row of another owner's share is free once the sum is in the arena, that of an own share once all have it.
-        self._free_rows: list[list[Float32 | None]]  # for shares of others, for own ones; None stands for the arena
+        # There is a list for shares of others, and one for own shares. On a host the arena itself stands for each row.
         if isinstance(arena, DeviceArena):
-            self._free_rows = [[*arena.rows(count, flight.largest)] for count in (flight.sent, flight.own)]
+            self._free_rows: list[list[Float32]] = [[*arena.rows(count, largest)] for count in rows]
         elif arena is None:
-            self._free_rows = [[], [*np.empty((flight.own, flight.largest), np.float32)]]
-        self._rows: dict[int, Float32 | None] = {}  # of the shares that are on their way
-
-    def _make_room(self) -> None:
-        """Make the memory for received parts; if they are read in place, all may be in flight."""
-        sent, received, size = self._flight.sent, self._flight.received, self._flight.largest_own
-        rows, mine = len(self._others), len(self._sums)
-        if self.reads_in_place:
-            sent, received, rows = len(self._shares) - mine, mine, 0
-        if self._arena is not None:
-            self._free_rows = [[None] * sent, [None] * mine]
-        self._free = [np.empty((rows, size), np.float32) for _ in range(received)]
+            self._free_rows = [[*np.empty((count, largest), np.float32)] for count in rows]
+        else:
+            self._free_rows = [[arena] * (counts[0] if self.reads_in_place else rows[0]), [arena] * counts[1]]
+        self._rows: dict[int, Float32] = {}  # of the shares that are on their way
+        # Parts that are read in place need no memory, and all may be in flight.
+        received, parts = (len(mine), 0) if self.reads_in_place else (min(received, len(mine)), len(self._others))
+        self._free = [np.empty((parts, largest_own), np.float32) for _ in range(received)]
         self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
 
     @property
     def is_done(self) -> bool:
         """Whether all sums and facts were received and all sends are over: then the arena may be overwritten."""
         is_summed = self._states.count(State.SUMMED) == len(self._shares)
-        is_on_its_way = self._sends or self._receives or any(self._waiting)
-        return is_summed and len(self._known) == len(self._facts) and not is_on_its_way
+        return is_summed and not (self._sends or self._receives)
 
     @property
     def holds_sums(self) -> bool:
@@ -251,8 +209,7 @@ class OrderedAllReduce:
 
     @property
     def squares(self) -> Float64:
-        """The squared sum of each chunk of the layout, in the order of its partial sums: the same on all ranks."""
-        self._refuse_unless_known()
+        """Once the step `is_done`: each chunk's squared sum, in the order of partial sums, the same on all ranks."""
         squares = np.zeros(sum(map(len, self._indices.values())))
         for owner, indices in self._indices.items():
             squares[indices] = self._facts[owner][: len(indices)]
@@ -260,9 +217,8 @@ class OrderedAllReduce:
 
     @property
     def bad(self) -> list[NonFiniteValue]:
-        """The first NaN or Inf of each rank's own part, by rank: the same on all ranks."""
-        self._refuse_unless_known()
-        finds = np.array([self._finds(owner) for owner in self._facts]).reshape(-1, self.world_size, 2)
+        """Once the step `is_done`: the first NaN or Inf of each rank's own part, by rank, the same on all ranks."""
+        finds = np.array([*self._finds.values()]).reshape(-1, self.world_size, 2)
         found = []
         for rank in np.flatnonzero((finds[:, :, 0] >= 0).any(axis=0)).tolist():
             index, value = min([(index, value) for index, value in finds[:, rank].tolist() if index >= 0])
@@ -278,34 +234,34 @@ class OrderedAllReduce:
         """
         if self._ready.count < len(self._shares):
             return None
-        untouched = [n for n, each in self._open.items() if self.rank == self.world_size == len(each.missing)]
-
-        def order(transfer: tuple[int, int]) -> tuple[int, int, int]:
-            kind, number = self._meaning(transfer[1])
-            return kind, number, transfer[0]
-
+        # No share of a rank is untouched: its own part is never missing.
+        untouched = [n for n, each in self._open.items() if len(each.missing) == self.world_size]
         missing = {(peer, tag) for peer, tag in self._receives if tag // 6 not in untouched}
-        for peer, tag in self._sends:
-            kind, number = self._meaning(tag)
-            if kind is _Kind.PART:  # which may be lent until it is summed
-                missing.add((peer, self._tag(_Kind.SUM, number)))
+        # A part may be lent until it is summed: what is missing then is the sum.
+        missing |= {(peer, self._tag(_SUM, tag // 6)) for peer, tag in self._sends if tag % 6 // 2 == _PART}
         for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
-                peer, tag = min(transfers, key=order)
-                return Awaited(peer, words + self.described(tag), self._meaning(tag)[0] is _Kind.PART)
+                peer, tag = min(transfers, key=lambda each: (each[1] % 6, each[1] // 6, each[0]))
+                return Awaited(peer, words + self.described(tag), tag % 6 // 2 == _PART)
         return None
 
     def described(self, tag: int) -> str:
         """The name of what is sent with this tag, such as "the part of share 3"."""
-        kind, number = self._meaning(tag)
-        if kind is _Kind.FACTS:
+        kind, number = _meaning(tag)
+        if kind == _FACTS:
             return f"the facts of {self._named(number)}"
-        return f"the {kind.name.lower()} of share {number}"
+        return f"the {'part' if kind == _PART else 'sum'} of share {number}"
 
     def transfers(self) -> list[Transfer | Copy]:
         """The transfers to make now; each is returned once. Those with one rank are in the order of the shares."""
-        if self._waiting[0] or self._waiting[1]:
-            self._give_rows()
+        for waiting, free in zip(self._waiting, self._free_rows, strict=True):
+            while waiting and free:
+                share = waiting.popleft()
+                self._rows[share.number] = free.pop()
+                if self._is_copied:
+                    self._copy(share, is_to_arena=False)
+                else:
+                    self._go_on(share)
         given, self._outbox = self._outbox, []
         return given
 
@@ -314,7 +270,11 @@ class OrderedAllReduce:
 
         Nothing is sent or summed before the next `transfers()`.
         """
-        for span in self._ready.refuse_started(spans):
+        for span in spans:
+            refuse_other_kind("span", span, Span)
+            if span.key in self.started:
+                raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
+        for span in spans:
             for share in self._ready.complete(span):
                 self._behind[share.number] = span.key
                 self._waiting[share.owner == self.rank].append(share)
@@ -322,40 +282,43 @@ class OrderedAllReduce:
     def sent(self, peer: int, tag: int) -> None:
         """Report that a `Send` is over; raises `ProtocolError` if it was not asked for, or was over already."""
         if (peer, tag) not in self._sends:
-            raise self._out_of_turn("sent to", peer, tag)
+            raise ProtocolError(f"sent to {self._named(peer)} out of turn", got=self.described(tag))
         self._sends.remove((peer, tag))
-        kind, number = self._meaning(tag)
-        if kind is _Kind.PART:
+        kind, number = _meaning(tag)
+        if kind == _PART:
             self._states[number] = State.RECEIVING
-            self._receive(peer, _Kind.SUM, number, self._memory(self._shares[number]))
-        elif kind is _Kind.SUM and peer == self.rank:
+            self._receive(peer, _SUM, number, self._memory(self._shares[number]))
+        elif kind == _SUM and peer == self.rank:
             self._is_summed(self._shares[number])
-        elif kind is _Kind.SUM and not any((other, tag) in self._sends for other in self._others):
+        elif kind == _SUM and not any((other, tag) in self._sends for other in self._others):
             self._release(self._shares[number])
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
         """Report that a `Receive` has filled its memory, or the memory that a `Borrow` has borrowed.
 
         Raises:
-            ProtocolError: The transfer was not asked for, or was over already, or a part has another size.
+            ProtocolError: The transfer was not asked for, or was over already; or a part has another size, or facts
+                name an element outside of the arena.
         """
         if (peer, tag) not in self._receives:
-            raise self._out_of_turn("received from", peer, tag)
-        kind, number = self._meaning(tag)
+            raise ProtocolError(f"received from {self._named(peer)} out of turn", got=self.described(tag))
+        kind, number = _meaning(tag)
         if borrowed is not None:
             if borrowed.size != self._shares[number].size:
                 what = f"{self._named(peer)} lends another size as {self.described(tag)}"
                 raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
             self._open[number].parts[peer] = borrowed
-        if kind is _Kind.FACTS:
-            self._refuse_bad_facts(peer)
-            self._known.add(peer)
+        if kind == _FACTS:
+            indices = self._finds[peer][:, 0]
+            if not ((indices >= -1) & (indices < self._size)).all():  # written so that NaN is none
+                what = f"{self._named(peer)} reports a NaN or Inf outside of the arena"
+                raise ProtocolError(what, got=indices.tolist())
         self._receives.remove((peer, tag))
-        if kind is _Kind.SUM:
+        if kind == _SUM:
             self._land(self._shares[number])
-        elif kind is _Kind.PART and peer == self.rank:
+        elif kind == _PART and peer == self.rank:
             self._go_on(self._shares[number])
-        elif kind is _Kind.PART:
+        elif kind == _PART:
             self._open[number].missing.remove(peer)
             self._sum_if_complete(self._shares[number])
 
@@ -372,8 +335,8 @@ class OrderedAllReduce:
     def end(self, unwritten: Iterable[Completion]) -> None:
         """Report that the links have ended, and which receives had written nothing: these shares still hold parts."""
         for _, peer, tag in unwritten:
-            if (peer, tag) in self._receives and self._meaning(tag)[0] is _Kind.SUM:
-                self._states[self._meaning(tag)[1]] = State.SENT
+            if (peer, tag) in self._receives and tag % 6 // 2 == _SUM:
+                self._states[tag // 6] = State.SENT
 
     def drop(self) -> None:
         """Forget what this rank holds of the step, which it drops; the links have ended."""
@@ -385,18 +348,17 @@ class OrderedAllReduce:
         """Begin a step, and receive what other ranks send without a request: facts and parts."""
         self._ready.restart()
         self._states[:] = bytes(len(self._states))
-        self._known: set[int] = set()  # owners whose facts are complete here, this rank among them
         self._outbox = []
         self._sends: set[tuple[int, int]] = set()  # that are not over
         self._receives: set[tuple[int, int]] = set()
         self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # for a row: shares of others, own ones
-        self._unsummed = {*self._sums}
+        self._unsummed = len(self._sums)
         self._unopened = deque([self._shares[number] for number in self._sums])
         for owner, facts in self._facts.items():
             if owner == self.rank:
-                self._finds(owner)[:] = _NOT_FOUND
+                self._finds[owner][:] = _NOT_FOUND
             else:
-                self._receive(owner, _Kind.FACTS, owner, facts)
+                self._receive(owner, _FACTS, owner, facts)
         self._open_shares()
 
     def _open_shares(self) -> None:
@@ -406,18 +368,7 @@ class OrderedAllReduce:
             parts = {other: row[: share.size] for other, row in zip(self._others, memory, strict=False)}
             self._open[share.number] = _Incoming(memory, parts, set(self._others))
             for other in self._others:
-                self._receive(other, _Kind.PART, share.number, parts.get(other))
-
-    def _give_rows(self) -> None:
-        """Begin as many of the waiting shares as there are free rows, others' and own ones each in order."""
-        for waiting, free in zip(self._waiting, self._free_rows, strict=True):
-            while waiting and free:
-                share = waiting.popleft()
-                self._rows[share.number] = free.pop()
-                if self._is_copied:
-                    self._receive(self.rank, _Kind.PART, share.number, self._memory(share))
-                else:
-                    self._go_on(share)
+                self._receive(other, _PART, share.number, parts.get(other))
 
     def _go_on(self, share: Share) -> None:
         """Send or sum a share whose memory now holds this rank's part."""
@@ -425,12 +376,12 @@ class OrderedAllReduce:
         if share.owner == self.rank:
             self._sum_if_complete(share)
         else:
-            self._send(share.owner, _Kind.PART, share.number, self._memory(share))
+            self._send(share.owner, _PART, share.number, self._memory(share))
 
     def _land(self, share: Share) -> None:
         """Copy a share's sum from its memory to the arena, if they are not the same."""
         if self._is_copied:
-            self._send(self.rank, _Kind.SUM, share.number, self._memory(share))
+            self._copy(share, is_to_arena=True)
         else:
             self._is_summed(share)
 
@@ -440,12 +391,13 @@ class OrderedAllReduce:
         if share.owner != self.rank:
             self._release(share)
             return
-        self._send_sum(share)
-        self._unsummed.remove(share.number)
-        if not self._unsummed:
-            self._known.add(self.rank)
-            for rank in self._others:
-                self._send(rank, _Kind.FACTS, self.rank, self._facts[self.rank])
+        self._unsummed -= 1
+        for rank in self._others:
+            self._send(rank, _SUM, share.number, self._memory(share))
+            if not self._unsummed:
+                self._send(rank, _FACTS, self.rank, self._facts[self.rank])
+        if not self._others:
+            self._release(share)
 
     def _release(self, share: Share) -> None:
         self._free_rows[share.owner == self.rank].append(self._rows.pop(share.number))
@@ -457,7 +409,7 @@ class OrderedAllReduce:
         parts = incoming.parts | {self.rank: self._memory(share)}
         self._sum(share, [parts[rank] for rank in range(self.world_size)])
         if self.reads_in_place:
-            tag = self._tag(_Kind.PART, share.number)
+            tag = self._tag(_PART, share.number)
             self._outbox += [Release(other, tag) for other in self._others]
         self._free.append(self._open.pop(share.number).memory)
         self._land(share)
@@ -465,17 +417,15 @@ class OrderedAllReduce:
 
     def _sum(self, share: Share, parts: Sequence[Float32]) -> None:
         """Sum these parts in order, in place of this rank's own part, and note the facts."""
-        arena, squares = self._sums[share.number]
-        sources = [
-            [part[start - share.start : stop - share.start] for start, stop, _ in share.chunks] for part in parts
-        ]
+        arena, squares, pieces = self._sums[share.number]
+        sources = [[part[piece] for piece in pieces] for part in parts]
         contributions = [Contribution.of_fp32(arena.whole, arrays) for arrays in sources]
         # Into a scratch: in place the second source on a rank above 1 would be overwritten before it is read, and on
         # any rank NaN and Inf in its own part could not be found any more.
-        fold = FoldPass(arena.whole, arena.whole.all_present, contributions, self._weights)
+        fold = FoldPass(arena.whole, arena.whole.all_present, contributions, [np.float32(1)] * self.world_size)
         self._kernels.accumulate(arena, fold, measure=True)
         squares[:] = arena.partials.values
-        finds = self._finds(self.rank)
+        finds = self._finds[self.rank]
         for column in np.flatnonzero(~np.isfinite(squares)).tolist():
             for rank, arrays in enumerate(sources):
                 found = first_non_finite(arrays[column])
@@ -483,81 +433,47 @@ class OrderedAllReduce:
                     index = share.chunks[column][0] + found[0]
                     if not 0 <= finds[rank, 0] <= index:
                         finds[rank] = index, found[1]
-        memory, end = self._memory(share), share.start
-        for (start, stop, _), target in zip(share.chunks, arena.targets, strict=True):
-            memory[end - share.start : start - share.start] = 0  # padding: a server's row holds what was there before
-            memory[start - share.start : stop - share.start] = target.data
-            end = stop
+        memory, end = self._memory(share), 0
+        for piece, target in zip(pieces, arena.targets, strict=True):
+            memory[end : piece.start] = 0  # padding: a server's row holds what was there before
+            memory[piece], end = target.data, piece.stop
 
     def _memory(self, share: Share) -> Float32:
         """The memory of this rank's part of a share, and then of its sum: the arena itself, or a row."""
-        row = self._rows[share.number]
-        if row is not None:
-            return row[: share.size]
-        assert self._arena is not None  # noqa: S101  (only then is there None among the rows)
-        return self._arena[share.start : share.stop]
+        if self._arena is not None:
+            return self._arena[share.start : share.stop]
+        return self._rows[share.number][: share.size]
 
     # ---- messages ----
 
-    def _send_sum(self, share: Share) -> None:
-        for rank in self._others:
-            self._send(rank, _Kind.SUM, share.number, self._memory(share))
-        if not self._others:
-            self._release(share)
-
-    def _send(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64) -> None:
+    def _send(self, peer: int, kind: int, number: int, memory: Float32 | Float64) -> None:
         tag = self._tag(kind, number)
         self._sends.add((peer, tag))
-        self._outbox.append(Send(peer, tag, memory) if peer != self.rank else self._copy(tag, memory, is_to_arena=True))
+        self._outbox.append(Send(peer, tag, memory))
 
-    def _receive(self, peer: int, kind: _Kind, number: int, memory: Float32 | Float64 | None) -> None:
+    def _receive(self, peer: int, kind: int, number: int, memory: Float32 | Float64 | None) -> None:
         tag = self._tag(kind, number)
         self._receives.add((peer, tag))
-        if memory is None:
-            self._outbox.append(Borrow(peer, tag))
-        elif peer == self.rank:
-            self._outbox.append(self._copy(tag, memory, is_to_arena=False))
-        else:
-            self._outbox.append(Receive(peer, tag, memory))
+        self._outbox.append(Borrow(peer, tag) if memory is None else Receive(peer, tag, memory))
 
-    def _copy(self, tag: int, memory: Memory, *, is_to_arena: bool) -> Copy:
-        _, number = self._meaning(tag)
-        return Copy(self.rank, tag, memory, self._shares[number].start, is_to_arena, self._behind[number])
+    def _copy(self, share: Share, *, is_to_arena: bool) -> None:
+        tag = self._tag(_SUM if is_to_arena else _PART, share.number)
+        (self._sends if is_to_arena else self._receives).add((self.rank, tag))
+        behind = self._behind[share.number]
+        self._outbox.append(Copy(self.rank, tag, self._memory(share), share.start, is_to_arena, behind))
 
-    def _tag(self, kind: _Kind, number: int) -> int:
+    def _tag(self, kind: int, number: int) -> int:
         # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another. It is that
         # of the steps that these links carried, since ranks load the state of another step one after the other.
         return 6 * number + 2 * kind + self._parity
 
     def _named(self, peer: int) -> str:
-        return "the server" if self.is_served and peer == self.world_size else f"rank {peer}"
+        return "the server" if peer == self.world_size else f"rank {peer}"
 
-    @staticmethod
-    def _meaning(tag: int) -> tuple[_Kind, int]:
-        return _Kind(tag % 6 // 2), tag // 6
 
-    def _out_of_turn(self, what: str, peer: int, tag: int) -> ProtocolError:
-        parity = "even" if tag % 2 == 0 else "odd"
-        got, expected = f"{self.described(tag)} of an {parity} step", f"each transfer of step {self.step} once"
-        return ProtocolError(f"{what} {self._named(peer)} out of turn", got=got, expected=expected)
-
-    # ---- facts ----
-
-    def _finds(self, owner: int) -> Float64:
-        """The index and value of each rank's first non-finite element in an owner's shares."""
-        return self._facts[owner][len(self._indices[owner]) :].reshape(-1, 2)
-
-    def _refuse_unless_known(self) -> None:
-        if len(self._known) < len(self._facts):
-            missing = sorted({*self._facts} - self._known)
-            raise WindowError(f"the facts of step {self.step} are not here", got=f"none of ranks {missing}")
-
-    def _refuse_bad_facts(self, owner: int) -> None:
-        indices = self._finds(owner)[:, 0]
-        is_index = (indices == -1) | ((indices >= 0) & (indices < self._size))  # written so that NaN is none
-        if not is_index.all():
-            what = f"{self._named(owner)} reports a NaN or Inf outside of the arena"
-            raise ProtocolError(what, got=indices.tolist())
+def _meaning(tag: int) -> tuple[int, int]:
+    """The kind of a message, and the number of its share, or the rank whose facts it has."""
+    return tag % 6 // 2, tag // 6
 
 
 def _largest(shares: Sequence[Share]) -> int:
@@ -569,8 +485,5 @@ def refuse_bad_arena(layout: GradientLayout, arena: Float32) -> None:
     refuse_other_kind("layout", layout, GradientLayout)
     refuse_other_kind("arena", arena, np.ndarray)
     if arena.shape != (layout.arena_size,) or arena.dtype != np.float32 or not arena.flags.c_contiguous:
-        raise CallerError(
-            "arena does not fit the layout",
-            got=f"{arena.dtype} {arena.shape}",
-            expected=f"contiguous float32 ({layout.arena_size},)",
-        )
+        got, expected = f"{arena.dtype} {arena.shape}", f"contiguous float32 ({layout.arena_size},)"
+        raise CallerError("arena does not fit the layout", got=got, expected=expected)

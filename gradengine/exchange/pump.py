@@ -12,23 +12,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
-from gradengine.exchange.links.link import (
-    VANISHED_SECONDS,
-    Borrow,
-    Completed,
-    Completion,
-    Idle,
-    Link,
-    Receive,
-    Send,
-    Transfer,
-    refuse_foreign,
-)
+from gradengine.exchange.links.link import Borrow, Completed, Completion, Idle, Link, Receive, Send, Transfer
 from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.threads import Bell
@@ -39,6 +28,7 @@ DEFAULT_TIMEOUT = 300.0  # seconds
 DEFAULT_JOIN_TIMEOUT = 60.0  # seconds
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 _WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
+_VANISHED_SECONDS = 20.0  # until a rank that waits looks whether the machines of others answer
 _PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
 # Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
 # waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather.
@@ -91,11 +81,10 @@ class Patience:
 
     def look(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
         """Log for whom this end of a link has waited, and lose ranks whose machines vanished, when it is time."""
-        if waited > VANISHED_SECONDS:
+        if waited > _VANISHED_SECONDS:
             link.lose_vanished()
         if waited >= self._warns_at:
-            while waited >= self._warns_at:
-                self._warns_at *= 2
+            self._warns_at *= 2
             ranks, where, *_ = late()
             names = ", ".join(map(link.named, ranks))
             logger.warning("%s has waited %.0f s for %s (%s)", link.named(link.rank), waited, names, where)
@@ -132,20 +121,17 @@ class Pump(NotCopied, instead="make one for each link"):
         self.lock = threading.RLock()
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
-        self._failure: BaseException | None = None
-        self._is_closing, self.moved_at, self._moved_bytes = False, clock(), 0
+        self._failure: BaseException | None = None  # what has ended this pump, its closing too
+        self.moved_at, self._moved_bytes = clock(), 0
         self._idle = Idle(link)
-        self._is_starting = False  # a thread
-        self._turner = 0  # the number of the thread that moves all this now; 0 while none does
+        self._turner = 0  # the number of the thread that moves all this now; 0 while none does, -1 while one starts
 
     def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
         """Run this all-reduce from now on: until `close` returns, other code may only read its results.
 
         `arena` is the device's arena that is summed, None for a host's.
         """
-        with self.lock:
-            self._all_reduce, self._arena = all_reduce, arena
-            self.wake(in_background=True)
+        self._all_reduce, self._arena = all_reduce, arena
 
     def wake(self, *, in_background: bool) -> None:
         """Go on with new work, in the background or in the next `wait` or `gather`; call it with `lock` held.
@@ -157,10 +143,10 @@ class Pump(NotCopied, instead="make one for each link"):
         self.moved_at = self._clock()
         if self._turner:
             self._link.bell.ring()
-        elif in_background and not self._is_starting and self._has_work:
+        elif in_background and self._has_work:
             with contextlib.suppress(RuntimeError):  # the process can have no more: all is moved in `wait`
                 _thread.start_new_thread(self._run, ())
-                self._is_starting = True
+                self._turner = -1
 
     def wait(self, timeout: float) -> None:
         """Return when the step is done on this rank: the arena holds the sums and may be overwritten.
@@ -180,12 +166,11 @@ class Pump(NotCopied, instead="make one for each link"):
         """Every rank's `data`, in rank order, then the server's if there is one; spans may be sent at the same time.
 
         Args:
-            data: This rank's data, at most 1 MiB.
+            data: This rank's data, at most 1 MiB; see `refuse_long_part`.
             timeout: Seconds without a byte that is moved, after which this fails.
             what: The name of this gather in errors.
 
         Raises:
-            CallerError: The data are longer than 1 MiB.
             DeadlineExceeded: Some ranks were late; names them.
             PeerLost, ProtocolError, ExchangeError: As `wait`; a rank announces more than 1 MiB.
         """
@@ -202,23 +187,20 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def close(self) -> None:
         """End the thread and close the link, after which nothing writes to the arena. May be called twice."""
-        self._is_closing = True
+        self._failure = self._failure or PeerLost(f"rank {self._link.rank} has closed its pump", do=self._link.way_on)
         self._link.bell.ring()
         while self._turner not in {0, _thread.get_ident()}:  # it may be reading what the link has borrowed
             self._news.wait(_LOOK_SECONDS)
         self._turner = 0  # a call of this thread may have been interrupted
-        try:
-            self._end_copies()
-        finally:
-            self._end()
+        self._end()
 
     # ---- in the thread that moves all this ----
 
     def _run(self) -> None:
         with self.lock:
-            if self._turner:  # a call that was interrupted in between has started this thread, the next one another
+            if self._turner > 0:  # a call that was interrupted in between has started this thread, the next one another
                 return
-            self._is_starting, self._turner = False, _thread.get_ident()
+            self._turner = _thread.get_ident()
         try:
             while self._goes_on():
                 self._turn_or_rest()
@@ -228,7 +210,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def _goes_on(self) -> bool:
         """Whether this thread is still needed; if it is not, waiting threads are woken."""
         with self.lock:
-            if self._has_work and not self._is_closing and self._failure is None:
+            if self._has_work and self._failure is None:
                 return True
             self._turner = 0
             self._news.ring()
@@ -237,7 +219,7 @@ class Pump(NotCopied, instead="make one for each link"):
     def _move_or_wait(self, seconds: float) -> None:
         """Make a turn in this waiting thread; or, if another thread makes turns, wait for it for so long."""
         with self.lock:
-            is_moved = self._turner or self._is_starting
+            is_moved = self._turner
             if not is_moved:
                 self._turner = _thread.get_ident()
         if is_moved:
@@ -245,13 +227,11 @@ class Pump(NotCopied, instead="make one for each link"):
             return
         try:
             self._turn_or_rest(seconds)
-        # Anything else was raised by a signal handler, and passes as Ctrl-C does.
-        except (GradientError, MemoryError, OSError) as fault:
-            refuse_foreign(fault)
+        except (GradientError, MemoryError) as fault:  # anything else passes as Ctrl-C does
             self._fail(fault)
         finally:
             self._turner = 0
-            if self._is_closing:  # who closes this waits
+            if self._failure is not None:  # who closes this waits
                 self._news.ring()
 
     def _turn_or_rest(self, longest: float | None = None) -> None:
@@ -262,11 +242,9 @@ class Pump(NotCopied, instead="make one for each link"):
 
     @property
     def _has_work(self) -> bool:
-        return (self._gather is not None and not self._gather.is_done) or self._is_summing
-
-    @property
-    def _is_summing(self) -> bool:
-        return self._all_reduce is not None and bool(self._all_reduce.started) and not self._all_reduce.is_done
+        gather, sums = self._gather, self._all_reduce
+        is_summing = sums is not None and bool(sums.started) and not sums.is_done
+        return is_summing or (gather is not None and not gather.is_done)
 
     def _turn(self) -> bool:
         """Handle finished transfers, and begin the next ones; returns whether there were any."""
@@ -275,43 +253,44 @@ class Pump(NotCopied, instead="make one for each link"):
             self.moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
         if self._arena is not None:
             self._over.extend(self._arena.poll())
-        is_any_over = bool(self._over)
+        if not self._over:
+            return self._begin()
         while self._over:
             with self.lock:
                 self.moved_at = self._clock()
                 self._report(self._over.popleft())
             self._begin()
-        return self._begin() or is_any_over
+        return True
 
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         if kind is Completed.DAMAGED:
-            raise self._link.damaged(peer, self._described(tag))
+            what = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
+            raise self._link.damaged(peer, what)
         if is_of_gather(tag):
             assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
             self._gather.over(completion)
         elif kind is Completed.SENT:
             self._sums.sent(peer, tag)
-        elif peer == self._link.rank:
-            self._sums.received(peer, tag)
         else:
             self._sums.received(peer, tag, self._link.borrowed(peer, tag))
 
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; returns whether there were any."""
         with self.lock:
-            gather, all_reduce = self._gather, self._all_reduce
+            gather, sums = self._gather, self._all_reduce
             transfers: list[Transfer | Copy] = [] if gather is None else [*gather.transfers()]
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
-            # But where another rank has begun it, what that one tells waits behind the parts that it has sent.
-            if all_reduce is not None and (all_reduce.started or self._is_behind):
-                transfers += all_reduce.transfers()
-            if not self._is_summing if gather is None else gather.is_done:
+            # But if another rank has begun it, its gather waits after its parts.
+            if sums is not None and (sums.started or not all(map(is_of_gather, self._link.held()))):
+                transfers += sums.transfers()
+            work = gather or sums
+            if work is not None and work.is_done:
                 self._news.ring()  # else whoever waits would take the GIL from the sums for nothing
         self._make(transfers)
         return bool(transfers)
 
-    def _make(self, transfers: Sequence[Transfer | Copy]) -> None:
+    def _make(self, transfers: Iterable[Transfer | Copy]) -> None:
         for transfer in transfers:
             if isinstance(transfer, Send):
                 self._link.send(*transfer)
@@ -324,44 +303,30 @@ class Pump(NotCopied, instead="make one for each link"):
             else:
                 self._link.release(*transfer)
 
-    @property
-    def _is_behind(self) -> bool:
-        """Whether another rank has begun the step."""
-        return not all(map(is_of_gather, self._link.held()))
-
     def _copy(self, copy: Copy) -> None:
         assert self._arena is not None, "run() names it"  # noqa: S101
-        kind = Completed.SENT if copy.is_to_arena else Completed.RECEIVED
-        over = Completion(kind, copy.peer, copy.tag)
+        over = Completion(Completed.SENT if copy.is_to_arena else Completed.RECEIVED, copy.peer, copy.tag)
         self._arena.copy(over, copy.memory, copy.start, is_to_arena=copy.is_to_arena, behind=copy.behind)
 
-    def _end_copies(self) -> None:
-        """Wait for the copies, and report them: a part that a sum has begun to overwrite must become the sum."""
-        with self.lock:
-            self._report_copies()
-
-    def _report_copies(self) -> None:
-        """Report the copies as they end, until all have; those first that were over when another's report failed."""
-        copies = [each for each in self._over if each.peer == self._link.rank]
-        self._over.clear()
-        for completion in copies:
-            self._report(completion)
-        while self._arena is not None and self._arena.is_copying:
-            for completion in self._arena.poll(waits=True):
-                self._report(completion)
-
     def _end(self) -> None:
-        """Close the link, and report to the all-reduce which sums had not begun to arrive."""
+        """Close the link, and report to the all-reduce what its arena holds then.
+
+        Sums that had not begun to arrive have overwritten no part, and a part that a copy has begun to overwrite must
+        become the sum. Copies may have ended together with what made this fail.
+        """
         self._link.close()
-        if self._all_reduce is not None:
-            with self.lock:
+        with self.lock:
+            if self._all_reduce is not None:
                 self._all_reduce.end(self._link.unwritten)
+            copies = [each for each in self._over if each.peer == self._link.rank]
+            self._over.clear()
+            for completion in copies + ([] if self._arena is None else self._arena.poll(waits=True)):
+                self._report(completion)
 
     def _fail(self, fault: BaseException) -> None:
         self._failure = self._failure or fault  # the second is that the link is closed
         try:
-            self._end()  # the other ranks wait for this one in vain
-            self._end_copies()  # nothing is told of them any more, and the rows may go
+            self._end()  # the other ranks wait for this one in vain, and the rows may go
         finally:
             self._turner = 0
             self._news.ring()
@@ -382,8 +347,7 @@ class Pump(NotCopied, instead="make one for each link"):
                     return
                 self.refuse_failed()
                 waited = patience.waited(self.moved_at)
-                if waited >= _WARN_SECONDS:
-                    patience.look(waited, self._link, late)
+                patience.look(waited, self._link, late)
                 was_late, is_late = is_late, waited > seconds and waited > seconds + late().grace
                 if was_late and is_late:
                     raise self._too_late(late(), seconds)
@@ -392,35 +356,27 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _too_late(self, late: Late, seconds: float) -> DeadlineExceeded:
         self._link.lost, self._link.has_failed = late.ranks[0], True
-        do = "check whether the late ranks still run"
-        return DeadlineExceeded(late.error, got=f"nothing for {seconds:g} s", do=do)
+        return DeadlineExceeded(late.error, got=f"nothing for {seconds:g} s", do="check whether the late ranks run")
 
     def refuse_failed(self) -> None:
         """Raise what has ended this pump, if anything has."""
-        if self._is_closing:
-            raise PeerLost(f"rank {self._link.rank} has closed its pump", do=self._link.way_on)
-        if self._failure is not None:
-            self._link.has_failed = True
-            if isinstance(self._failure, ExchangeError):
-                raise self._failure
-            what = f"the exchange of rank {self._link.rank} failed"
-            raise ExchangeError(what, got=repr(self._failure)) from self._failure
-
-    def _described(self, tag: int) -> str:
-        return "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
+        if self._failure is None:
+            return
+        self._link.has_failed = True
+        if isinstance(self._failure, ExchangeError):
+            raise self._failure
+        what = f"the exchange of rank {self._link.rank} failed"
+        raise ExchangeError(what, got=repr(self._failure)) from self._failure
 
     def _late_for_sums(self) -> Late:
-        rank, step, late = self._link.rank, self._sums.step, self._sums.awaited
+        rank, late, where = self._link.rank, self._sums.awaited, f"step {self._sums.step}"
         if late is None:
-            what = f"rank {rank} waits for step {step} and has not started all of its spans"
-            return Late([rank], f"step {step}", what)
-        what = f"{self._link.named(late.peer)} is late: rank {rank} waits for {late.what} in step {step}"
-        return Late([late.peer], f"step {step}", what, 0.0 if late.is_part else _GRACE_SECONDS)
+            return Late([rank], where, f"rank {rank} waits for {where} and has not started all of its spans")
+        error = f"{self._link.named(late.peer)} is late: rank {rank} waits for {late.what} in {where}"
+        return Late([late.peer], where, error, 0.0 if late.is_part else _GRACE_SECONDS)
 
     def _late_for(self, gather: Gather, what: str) -> Late:
-        late = gather.awaited
+        late, sums = gather.awaited, self._all_reduce
         who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
-        is_joining = self._all_reduce is None
-        where = what if self._all_reduce is None else f"step {self._all_reduce.step}"
-        error = f"{who} late for {what}, rank {self._link.rank} waits"
-        return Late(late, where, error, 0.0 if is_joining else 2 * _GRACE_SECONDS)
+        where, grace = (what, 0.0) if sums is None else (f"step {sums.step}", 2 * _GRACE_SECONDS)
+        return Late(late, where, f"{who} late for {what}, rank {self._link.rank} waits", grace)

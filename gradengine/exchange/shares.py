@@ -7,12 +7,10 @@ neither on the bucket size nor on the number of ranks nor on who owns what.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, final
 
-from gradengine.arguments import checked_rank, refuse_other_kind, whole_number
-from gradengine.errors import CallerError, WindowError
+from gradengine.errors import CallerError
 from gradengine.kernels.arena import chunks_of
 from gradengine.layout import GradientLayout, Span
 from gradengine.layout.slots import ALIGNMENT
@@ -23,8 +21,7 @@ MOST_SHARES = 1 << 18  # six tags each: below 2**21, which every MPI library has
 _LEAST_SHARE = 1 << 14  # elements, 64 KB: of smaller shares messages cost more than the balance between owners gains
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """A range of the arena that one rank, the owner, sums for all ranks; `start` and `stop` count elements."""
 
     number: int  # in backward order
@@ -53,22 +50,18 @@ def shares_of(
             about an equal share of each bucket.
 
     Raises:
-        CallerError: An argument is out of range, or the buckets are so small that there would be too many shares.
+        CallerError: The buckets are so small that there would be too many shares.
 
     Example:
         >>> [(share.owner, share.start, share.stop) for share in shares_of(GradientLayout.of([(1 << 19,)]), 2, 1 << 21)]
         [(0, 0, 262144), (1, 262144, 524288)]
     """
-    refuse_other_kind("layout", layout, GradientLayout)
-    _, ranks = checked_rank(0, world_size)
-    hub = whole_number("owner", 0 if owner is None else owner, 0, ranks)
-    size = whole_number("bucket_bytes", bucket_bytes, 4) // 4
     shares: list[Share] = []
-    for first, (spans, bucket) in enumerate(_buckets(layout, size)):
-        parts = _cut(bucket, ranks if owner is None else 1)
+    for first, (spans, bucket) in enumerate(_buckets(layout, bucket_bytes // 4)):
+        parts = _cut(bucket, world_size if owner is None else 1)
         # Another rank begins each bucket: small buckets, and the largest share of each, go to all ranks in turn.
         for k, part in enumerate(parts, start=first):
-            rank = k % ranks if owner is None else hub
+            rank = k % world_size if owner is None else owner
             shares.append(Share(len(shares), rank, part[0][0], part[-1][1], tuple(part), spans))
     if len(shares) > MOST_SHARES:
         what = f"buckets of {bucket_bytes} bytes over all ranks cut this layout into too many shares"
@@ -111,15 +104,6 @@ class ReadyShares:
         self.started.clear()
         self._leading = self.count = 0
 
-    def refuse_started(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Return these spans; raises `WindowError` if one of them is complete, or given twice."""
-        keys = [getattr(span, "key", None) for span in spans]
-        for span in spans:
-            refuse_other_kind("span", span, Span)
-            if span.key in self.started or keys.count(span.key) > 1:
-                raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
-        return spans
-
     def complete(self, span: Span) -> Sequence[Share]:
         """Note that a span is complete, and return the shares that can now be sent."""
         self.started.add(span.key)
@@ -131,28 +115,22 @@ class ReadyShares:
         return self._shares[first : self.count]
 
 
-def _buckets(layout: GradientLayout, size: int) -> Iterator[tuple[int, list[PlacedChunk]]]:
+def _buckets(layout: GradientLayout, size: int) -> list[tuple[int, list[PlacedChunk]]]:
     """The chunks of each bucket in arena order, and how many leading spans must be complete for it.
 
     A bucket is a part of one span, or several small spans side by side.
     """
-    bucket: list[PlacedChunk] = []
-    start = stop = spans = 0
+    buckets: list[tuple[int, list[PlacedChunk]]] = []
     for number, chunks in _chunks_of_spans(layout):
-        first, last = chunks[0][0], chunks[-1][1]
-        is_beside = 0 <= first - stop < ALIGNMENT or 0 <= start - last < ALIGNMENT  # only padding is between them
-        if bucket and is_beside and max(stop, last) - min(start, first) <= size:
-            bucket += chunks
-            start, stop, spans = min(start, first), max(stop, last), number
-            continue
-        if bucket:
-            yield spans, sorted(bucket)
-        *full, bucket = _split(chunks, size)
-        for part in full:
-            yield number, part
-        start, stop, spans = bucket[0][0], last, number
-    if bucket:
-        yield spans, sorted(bucket)
+        if buckets:
+            first, second = sorted((buckets[-1][1], chunks))
+            is_beside = second[0][0] - first[-1][1] < ALIGNMENT  # only padding is between them
+            if is_beside and second[-1][1] - first[0][0] <= size:
+                buckets[-1] = number, first + second
+                continue
+        runs = _runs(chunks, lambda first, chunk: chunk[1] - first[0] > size)
+        buckets += [(number, run) for run in runs]
+    return buckets
 
 
 def _chunks_of_spans(layout: GradientLayout) -> Iterator[tuple[int, list[PlacedChunk]]]:
@@ -169,11 +147,11 @@ def _chunks_of_spans(layout: GradientLayout) -> Iterator[tuple[int, list[PlacedC
             yield number, chunks
 
 
-def _split(chunks: Sequence[PlacedChunk], size: int) -> list[list[PlacedChunk]]:
-    """Runs of at most `size` elements of the arena, or of one chunk."""
+def _runs(chunks: Sequence[PlacedChunk], ends: Callable[[PlacedChunk, PlacedChunk], bool]) -> list[list[PlacedChunk]]:
+    """Cut chunks into runs. `ends(first, chunk)` is whether the run that begins with `first` ends before `chunk`."""
     runs = [[chunks[0]]]
     for chunk in chunks[1:]:
-        if chunk[1] - runs[-1][0][0] > size:
+        if ends(runs[-1][0], chunk):
             runs.append([])
         runs[-1].append(chunk)
     return runs
@@ -184,13 +162,8 @@ def _cut(bucket: Sequence[PlacedChunk], most: int) -> list[list[PlacedChunk]]:
     start, stop = bucket[0][0], bucket[-1][1]
     count = max(1, min(most, (stop - start) // _LEAST_SHARE))
 
-    def run_of(chunk: PlacedChunk) -> int:
-        return (chunk[0] + chunk[1] - 2 * start) * count // (2 * (stop - start))
+    def ends(first: PlacedChunk, chunk: PlacedChunk) -> bool:
+        last, run = ((sum(each[:2]) - 2 * start) * count // (2 * (stop - start)) for each in (first, chunk))
+        return run > last and min(chunk[0] - first[0], stop - chunk[0]) >= _LEAST_SHARE
 
-    runs = [[bucket[0]]]
-    for chunk in bucket[1:]:
-        is_large = min(chunk[0] - runs[-1][0][0], stop - chunk[0]) >= _LEAST_SHARE
-        if is_large and run_of(chunk) > run_of(runs[-1][0]):
-            runs.append([])
-        runs[-1].append(chunk)
-    return runs
+    return _runs(bucket, ends)
