@@ -34,8 +34,6 @@ __all__ = [
 #: Names of before and those of today. Nothing takes an old one: its error names the new one.
 RENAMED: Mapping[str, str] = {
     "token": "secret",
-    "GRADENGINE_TOKEN": "GRADENGINE_SECRET",
-    "GRADENGINE_TOKEN_FILE": "GRADENGINE_SECRET_FILE",
     "sum": "prescaled",
     "pass": "propagate",
     "gather": "all_gather",

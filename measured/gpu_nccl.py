@@ -17,7 +17,7 @@ import numpy as np
 
 from gradengine import GradientEngine, GradientLayout, StepResult, connect
 from gradengine.exchange import Exchange
-from gradengine.exchange.device_calls import device_calls_of
+from gradengine.exchange.torch_group import device_calls_of
 
 RANKS, STEPS = 2, 3
 LAYOUT = GradientLayout.of({"layers.0.w": (1 << 20,), "layers.0.b": (7,), "layers.1.w": (300, 77), "head": (5, 3)})

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 from emulated_torch import copy_on, emulated_torch
 
-from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.torch_group import device_calls_of
 
 SECONDS = 60.0  # that only a rank which never calls reaches
 

@@ -177,7 +177,6 @@ def test_each_fact_is_shown_with_its_variable(environment, tmp_path):
         "launcher": ("torchrun", "RANK"),
         "rank": (1, "RANK"),
         "world size": (2, "WORLD_SIZE"),
-        "local rank": (1, "LOCAL_RANK"),
         "local size": (2, "LOCAL_WORLD_SIZE"),
         "secret": ("set (24 characters)", "GRADENGINE_SECRET_FILE"),
         "ports": (None, ""),
@@ -190,21 +189,15 @@ def test_what_is_not_there_is_a_dash(environment, capsys):
     given = {"GRADENGINE_RANK": "0", "GRADENGINE_WORLD_SIZE": "2", "GRADENGINE_ADDRESS": "mpi://"}
     launched(environment, given)
     found = shown(capsys)
-    assert [found[name] for name in ("local rank", "local size", "secret", "tls", "job")] == ["-"] * 5
+    assert [found[name] for name in ("local size", "secret", "tls", "job")] == ["-"] * 4
     assert found["address"].split() == ["mpi://", "GRADENGINE_ADDRESS"]
-
-
-def test_a_launcher_further_out_is_said_not_to_count(environment):
-    found = launched(environment, SEEN["torchrun"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
-    said = ("OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=1", "torchrun is the innermost launcher")
-    assert found["not taken"] == said
 
 
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
         ({}, "no launcher found"),
-        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "1"}, "environment variable WORLD_SIZE is not a whole number"),
         (SEEN["torchrun"] | {"RANK": "2"}, "RANK is out of range: got 2, expected a whole number in 0..1"),
         (SEEN["torchrun"] | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "needs a secret"),
         (SEEN["torchrun"] | {"GRADENGINE_SECRET_FILE": "/none"}, "cannot read the secret from '/none'"),

@@ -30,8 +30,9 @@ from transports import (
 from gradengine import GradientEngine
 from gradengine.arrays.shared import place_of
 from gradengine.errors import CallerError, DeviceUnavailable, ExchangeError, HandshakeRefused, PeerLost, WindowError
-from gradengine.exchange import GradientServer, NonFiniteValue, connect, local_group
+from gradengine.exchange import GradientServer, connect, local_group
 from gradengine.exchange.addresses import address_of
+from gradengine.exchange.ordered_all_reduce import NonFiniteValue
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
@@ -354,7 +355,7 @@ OVER_A_GROUP = {
 
 @pytest.mark.parametrize("way", OVER_A_GROUP)
 def test_what_sockets_alone_need_is_refused_beside_a_group(way):
-    needs = {"secret": "a secret", "job": "tp", "served": True}
+    needs = {"secret": "a secret", "job": "tp", "served": True, "rank": 0, "world_size": 2}
     needs |= {} if way == "process_group" else {"link": "unix"}
     needs |= {} if "url" in OVER_A_GROUP[way] else {"url": "mpi://"}
     for name, value in needs.items():

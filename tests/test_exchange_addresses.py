@@ -13,7 +13,7 @@ from transports import SOON, free_port
 
 from gradengine.errors import CallerError
 from gradengine.exchange import addresses, connect
-from gradengine.exchange.addresses import Listener, address_of, connect_once, ports_of, shown, this_host
+from gradengine.exchange.addresses import Listener, address_of, connect_once, shown, this_host
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -40,29 +40,6 @@ def test_unix_path_in_use_is_named_and_one_left_over_is_taken(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("moment", ["looks", "moves"])
-def test_of_two_processes_that_come_to_one_stale_path_at_one_moment_one_listens(tmp_path, monkeypatch, moment):
-    """The second does all in the middle of the first one's attempt, before or after that has looked at the path."""
-    path, seconds = str(tmp_path / "s"), []
-    Listener(path).socket.close()  # as a killed process leaves it
-    at, sound = {"looks": (addresses, "_is_stale"), "moves": (addresses.os, "rename")}[moment], None
-
-    def interrupted(*arguments):
-        monkeypatch.setattr(*at, sound)
-        seconds.append(Listener(path))
-        return sound(*arguments)
-
-    sound = getattr(*at)
-    monkeypatch.setattr(*at, interrupted)
-    with pytest.raises(CallerError, match="another process may use it"):
-        Listener(path)
-    [second] = seconds
-    with contextlib.closing(second), contextlib.closing(connect_once(path, SOON)):
-        second.socket.accept()[0].close()
-        assert [*tmp_path.iterdir()] == [tmp_path / "s"]
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_file_in_the_way_is_not_removed(tmp_path):
     (tmp_path / "precious").write_text("data")
     with pytest.raises(CallerError):
@@ -80,20 +57,6 @@ def test_a_listener_takes_the_first_free_port_of_a_range_and_no_other():
             Listener(("127.0.0.1", 0), ports=range(port, port + 1))
         with contextlib.closing(Listener(("127.0.0.1", 0), ports=range(port, 1 << 16))) as first:
             assert first.address[1] > port
-
-
-@pytest.mark.parametrize(("text", "ports"), [("1-65535", range(1, 65536)), ("29000-29000", range(29000, 29001))])
-def test_a_range_of_ports_has_its_last_one(text, ports):
-    assert ports_of(text) == ports
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "29000", "0-5", "5-4", "1-65536", "1-2-3", "a-b", " 1-2", "1-2\n", "-1-2", "٣-٤", 29000, (1, 2), b"1-2"],
-)
-def test_what_is_no_range_of_ports_is_refused(text):
-    with pytest.raises(CallerError, match="is not a range of ports"):
-        ports_of(text)
 
 
 # ---- hosts ----

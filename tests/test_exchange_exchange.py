@@ -25,10 +25,11 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
-from gradengine.exchange import NonFiniteValue, local_group
+from gradengine.exchange import local_group
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.hello import Hello, packed_hello
 from gradengine.exchange.links.threads import thread_links
+from gradengine.exchange.ordered_all_reduce import NonFiniteValue
 from gradengine.exchange.pump import Pump
 
 pytestmark = pytest.mark.timeout(150)

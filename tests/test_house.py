@@ -29,7 +29,7 @@ clip
 exchange.wire exchange.tls exchange.links.link exchange.links.threads exchange.links.mpi
 exchange.links.collectives exchange.links.sockets exchange.links.shared_memory exchange.links exchange.handshake
 exchange.addresses exchange.launchers exchange.mesh
-exchange.torch_group exchange.device_calls exchange.hello exchange.shares
+exchange.torch_group exchange.hello exchange.shares
 exchange.ordered_all_reduce exchange.gather
 exchange.pump exchange.server exchange.exchange exchange
 reduction.stats reduction.device_sums

@@ -79,8 +79,6 @@ OLD = {
         lambda: gradengine.GradientServer(1, token="x"),
         lambda: gradengine.WorkerClient(("127.0.0.1", 9), 0, 1, token="x"),
     ],
-    "GRADENGINE_TOKEN": [lambda: gradengine.connect(*ONE)],
-    "GRADENGINE_TOKEN_FILE": [lambda: gradengine.connect(*ONE)],
     "sum": [lambda: gradengine.GradientEngine(LAYOUT, average="sum")],
     "pass": [
         lambda: gradengine.GradientEngine(LAYOUT, on_non_finite="pass"),

@@ -19,8 +19,8 @@ from ranks import on_ranks
 
 from gradengine import DynamicLossScale, GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.errors import CallerError, ExchangeError, OutOfDeviceMemory, PeerLost, WindowError
-from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.shares import rounds_of, shares_of
+from gradengine.exchange.torch_group import device_calls_of
 from gradengine.reduction import reducer
 from gradengine.reduction.device_sums import DeviceSums
 

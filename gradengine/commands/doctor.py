@@ -21,7 +21,6 @@ from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, DeviceUnavailable
 from gradengine.exchange.launchers import (
     PORTS,
-    not_taken,
     read_address,
     read_job,
     read_ports,
@@ -113,14 +112,13 @@ def environment(variables: Mapping[str, str]) -> Rows:
 def _facts(variables: Mapping[str, str]) -> Rows:
     secret, world, job = read_secret(variables), read_world(variables), read_job(variables)
     ports = read_ports(variables)
-    address = read_address(variables, secret=secret.value if secret else None, ports=ports)
+    address = read_address(variables, world, secret.value if secret else None, None, ports)
     refuse_without_secret(address, secret.value if secret else None)
     certificates, launcher = certificates_of(None), world.launcher
     rows: Rows = {
         "launcher": (launcher.name, launcher.rank),
         "rank": (world.rank, launcher.rank),
         "world size": (world.world_size, launcher.world_size),
-        "local rank": (world.local_rank, launcher.local_rank),
         "local size": (world.local_size, launcher.local_size),
         "address": (address.value, address.source),
         "secret": (f"set ({len(secret.value)} characters)" if secret else None, secret.source if secret else ""),
@@ -128,9 +126,7 @@ def _facts(variables: Mapping[str, str]) -> Rows:
         "tls": (str(certificates.folder) if certificates else None, VARIABLE),
         "job": (job.value or None, job.source),
     }
-    lost = "; ".join(not_taken(variables))
-    others: Rows = {"not taken": (lost, f"{launcher.name} is the innermost launcher")} if lost else {}
-    return {name: (value, "" if value is None else source) for name, (value, source) in rows.items()} | others
+    return {name: (value, "" if value is None else source) for name, (value, source) in rows.items()}
 
 
 def _mpi() -> tuple[str, str]:

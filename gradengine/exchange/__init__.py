@@ -29,7 +29,7 @@ Who calls whom
 
     reduction.Reducer                what the engine's step asks for
       -> Exchange                    one rank of a group; raises what went wrong, and closes itself then
-           -> Meeting, Joining       meet the other ranks, and make the link (mesh.py)
+           -> Meeting                meets the other ranks, and makes the link (mesh.py)
            -> hello                  compares what must be the same on all ranks
            -> OrderedAllReduce       which transfers to make, and what to sum: no I/O, no threads, no clock
                 -> ReadyShares       which shares are ready
@@ -96,31 +96,21 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gradengine.arguments import as_index, checked_seconds, said, truth_value
+from gradengine.arguments import checked_seconds, truth_value
 from gradengine.errors import CallerError, refuses_renamed
 from gradengine.exchange.addresses import MPI_URL, address_of
-from gradengine.exchange.device_calls import device_calls_of
 from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, WorkerClient, local_group
-from gradengine.exchange.launchers import ADDRESS, is_over_mpi, job_or_launchers, joining, launcher_of, read_ports
+from gradengine.exchange.launchers import ADDRESS, job_or_launchers, joining, launcher_of, read_ports
 from gradengine.exchange.links.collectives import COLLECTIVES, link_over_mpi
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.ordered_all_reduce import NonFiniteValue
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT
 from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tls import certificates_of
-from gradengine.exchange.torch_group import link_over_torch, meeting_by_torch
+from gradengine.exchange.torch_group import device_calls_of, link_over_torch, meeting_by_torch
 
-__all__ = [
-    "Exchange",
-    "GradientServer",
-    "NonFiniteValue",
-    "WorkerClient",
-    "connect",
-    "connect_if_launched",
-    "local_group",
-]
+__all__ = ["Exchange", "GradientServer", "WorkerClient", "connect", "connect_if_launched", "local_group"]
 
 
 @refuses_renamed
@@ -183,14 +173,14 @@ def connect(
         ports: The ports at which ranks listen over TCP, as "29000-29100", for firewalls. Rank 0 listens at the port of
             `url`, and each other rank at the first free port of these. None: those in GRADENGINE_PORTS, or any.
         process_group: A group of torch.distributed with any backend; torch.distributed.group.WORLD is the default one,
-            which is None before `init_process_group`. Not together with url, secret, job or served.
-        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, secret, job, link,
-            served, ports or tls: MPI's own messages are not encrypted.
+            which is None before `init_process_group`. Not together with url, rank, world_size, secret, job or served.
+        communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, rank,
+            world_size, secret, job, link, served, ports or tls: MPI's own messages are not encrypted.
 
     Raises:
         CallerError: A bad URL, rank, job or secret; an address beyond loopback without a secret; an address at which
-            rank 0 cannot listen; an argument that is neither given nor in the environment; or one that contradicts the
-            communicator or process group, or is not needed with it; or a file of TLS cannot be used.
+            rank 0 cannot listen; an argument that is neither given nor in the environment; or one that is not
+            needed with a communicator or process group; or a file of TLS cannot be used.
         DeviceUnavailable: mpi4py or its MPI library is missing; or `link` is "shared_memory" and the system has none.
         PeerLost: Not all ranks of the communicator or the process group called this in time.
 
@@ -199,38 +189,39 @@ def connect(
         ...     exchange.rank, exchange.world_size
         (0, 1)
     """
-    served, certificates = truth_value("served", served), certificates_of(tls)
+    served, certificates, listening = truth_value("served", served), certificates_of(tls), read_ports(os.environ, ports)
+    options: Any = {"link": link, "tls": certificates, "ports": listening}
+    seconds, calls = checked_seconds("join_timeout", join_timeout), None
     group: Link | Meeting
-    options: Any
-    if process_group is not None or communicator is not None or is_over_mpi(url):
-        given = {"secret": secret, "job": job, "link": link, "served": served or None, "tls": tls, "ports": ports}
-        _refuse_of_sockets(url, process_group, communicator, given)
-        url, seconds = None, checked_seconds("join_timeout", join_timeout)
-        if link == COLLECTIVES:
-            limit = checked_seconds("timeout", timeout)
-            if process_group is not None:
-                group = link_over_torch(process_group, limit)
-            else:
-                url, group = MPI_URL, link_over_mpi(communicator, limit)
-        elif process_group is not None:
-            options = {"link": link, "tls": certificates, "ports": read_ports(os.environ, ports)}
-            group = meeting_by_torch(process_group, seconds, **options)
+    given = {"rank": rank, "world_size": world_size, "secret": secret, "job": job, "served": served or None}
+    is_over_mpi = str(os.environ.get(ADDRESS) if url is None else url) == MPI_URL
+    if process_group is not None and communicator is not None:
+        raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
+    if link == COLLECTIVES and (process_group is not None or communicator is not None or is_over_mpi):
+        _refuse_given(f'link="{COLLECTIVES}"', {**given, "tls": tls, "ports": ports})
+        limit = checked_seconds("timeout", timeout)
+        if process_group is not None:
+            url, group = None, link_over_torch(process_group, limit)
         else:
-            url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
+            url, group = MPI_URL, link_over_mpi(communicator, limit)
+    elif process_group is not None:
+        _refuse_given("process_group", {"url": url, **given})
+        group = meeting_by_torch(process_group, seconds, **options)
+    elif communicator is not None or is_over_mpi:
+        way, at = (f'url="{MPI_URL}"', {}) if communicator is None else ("communicator", {"url": url})
+        _refuse_given(way, {**at, **given, "link": link, "tls": tls, "ports": ports})
+        url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
     else:
         if served and url is None and not os.environ.get(ADDRESS):
             raise CallerError("served=True needs the server's address", do=f"pass its url, or set {ADDRESS} to it")
-        some = read_ports(os.environ, ports)
-        url, rank, world_size, secret = joining(url, rank, world_size, secret, job, some)
-        options = {"job": job_or_launchers(job), "link": link, "tls": certificates, "ports": some}
-        group = Meeting(address_of(url), rank, world_size, secret=secret, is_served=served, **options)
+        url, rank, world_size, secret = joining(url, rank, world_size, secret, job, listening)
+        options |= {"secret": secret, "job": job_or_launchers(job), "is_served": served}
+        group = Meeting(address_of(url), rank, world_size, **options)
     try:
-        _refuse_other_place(group, rank, world_size)
-        # NCCL would send the gradients in plain.
-        calls = None if process_group is None or certificates is not None else device_calls_of(process_group)
-        return Exchange(
-            group, url=url, timeout=timeout, join_timeout=join_timeout, bucket_bytes=bucket_bytes, device_calls=calls
-        )
+        if process_group is not None and certificates is None:  # NCCL sends the gradients in plain
+            calls = device_calls_of(process_group)
+        settings: Any = {"timeout": timeout, "join_timeout": join_timeout, "bucket_bytes": bucket_bytes}
+        return Exchange(group, url=url, device_calls=calls, **settings)
     except BaseException:
         group.close()  # the caller has no reference to it; this tells the other ranks
         raise
@@ -255,22 +246,8 @@ def connect_if_launched(**options: Any) -> Exchange | None:
     return None if launcher_of(os.environ) is None else connect(**options)
 
 
-def _refuse_of_sockets(url: str | None, process_group: Any, communicator: Any, given: Mapping[str, object]) -> None:
+def _refuse_given(way: str, given: Mapping[str, object]) -> None:
     """Raise `CallerError` for an argument that is needed only if ranks connect at an address."""
-    if process_group is not None and communicator is not None:
-        raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
-    way = f'url="{MPI_URL}"'
-    if process_group is not None or communicator is not None:
-        way, given = "process_group" if communicator is None else "communicator", {"url": url, **given}
-    taken = {"link", "tls", "ports"} if process_group is not None else set()
-    if given["link"] == COLLECTIVES:
-        way, taken = f'link="{COLLECTIVES}"', {"link"}
-    for name, value in ((name, value) for name, value in given.items() if name not in taken):
+    for name, value in given.items():
         if value is not None:
             raise CallerError(f"connect with {way} takes no {name}", do=f"leave {name} out")
-
-
-def _refuse_other_place(group: Link | Meeting, rank: int | None, world_size: int | None) -> None:
-    for name, given, own in (("rank", rank, group.rank), ("world_size", world_size, group.world_size)):
-        if given is not None and as_index(given) != own:
-            raise CallerError(f"{name} differs from the group's", got=said(given), expected=own, do=f"leave {name} out")

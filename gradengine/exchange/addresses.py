@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
-from urllib.parse import urlsplit
 
 from gradengine.arguments import as_index, refuse_unknown, said
 from gradengine.arrays.shared import refuse_without_shared_memory
@@ -32,8 +31,10 @@ MOST_PATH_BYTES = 100 if sys.platform == "linux" else 96  # of a Unix socket; 7 
 RETRY_SECONDS = 0.05
 _BACKLOG = 128
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is on rank 0's host)
-_LINUX_PEER = struct.Struct("iII")  # process, user, group
-_BSD_PEER = struct.Struct("IIh16I"), 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED
+_URL = re.compile(r"unix://(/[^?#]*)|tcp://(?:\[([^]/?#@]+)\]|([^]/?#@:[]+)):([0-9]{1,5})", re.IGNORECASE | re.ASCII)
+_LINUX_PEER = "iII", socket.SOL_SOCKET, getattr(socket, "SO_PEERCRED", 0)  # process, user, group
+_BSD_PEER = "IIh16I", 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED
+_TAKEN = "another process may use it: take another address, more ports, or for a second group of a run its own job="
 _ANOTHER_FOLDER = "set TMPDIR to another folder, or GRADENGINE_ADDRESS=unix:///path, on all ranks"
 
 
@@ -54,19 +55,14 @@ def checked_address(address: Address) -> Address:
 
 def address_of(url: object, named_by: str = "") -> Address:
     """The (host, port) of a TCP URL, or the path of a Unix socket's; raises `CallerError` for any other text."""
-    text = url if isinstance(url, str) else ""
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:  # of the port, or of a bracket
-        parts, port = urlsplit(""), None
+    found = _URL.fullmatch(url) if isinstance(url, str) else None
+    if found and found[1]:
+        return found[1]
+    if found and int(found[4]) < 1 << 16:
+        return (found[2] or found[3]).lower(), int(found[4])
     # Two groups of two names would meet otherwise. The rest may be a secret, which no error shows.
-    is_bare = "@" not in text.partition("://")[2].partition("/")[0] and not {"?", "#"} & {*text}
-    if is_bare and parts.scheme == "unix" and parts.path and not parts.netloc:
-        return parts.path
-    if is_bare and parts.scheme == "tcp" and parts.hostname and port is not None and not parts.path:
-        return parts.hostname, port
-    got = said(url) if is_bare else "a URL with a user, query or fragment"
+    has_more = isinstance(url, str) and not {"@", "?", "#"}.isdisjoint(url)
+    got = "a URL with a user, query or fragment" if has_more else said(url)
     expected = f"'tcp://host:port', 'unix:///path' or '{MPI_URL}'"
     do = "threads of one process use local_group(world_size)"
     raise CallerError(f"not a valid group URL{named_by}", got=got, expected=expected, do=do)
@@ -95,21 +91,6 @@ def everywhere() -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
 
 
-def number_of(host: str) -> str:
-    """The number at which a host listens, IPv4 if it has one; raises `OSError` or `UnicodeError` without any."""
-    return str(_resolved(host, 0)[0][1][0])
-
-
-def ports_of(text: object, named_by: str = "ports") -> range:
-    """The ports in text as "29000-29100", the last one included; raises `CallerError` for any other text."""
-    found = re.fullmatch("([0-9]{1,5})-([0-9]{1,5})", text) if isinstance(text, str) else None
-    ports = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-    if not ports or not ports[0] or ports[-1] >= 1 << 16:
-        do = "name the first and the last port that the firewall lets through"
-        raise CallerError(f"{named_by} is not a range of ports", got=said(text), expected="'29000-29100'", do=do)
-    return ports
-
-
 # ---- where this process is ----
 
 
@@ -126,15 +107,13 @@ def this_host() -> str:
             place = [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt"))]
         except OSError:
             place = [secrets.token_hex()]
-    user = getattr(os, "geteuid", int)()  # Windows has none, and is refused by name later
-    return hashlib.sha256(repr([*place, user]).encode()).hexdigest()
+    # Windows has no user's id, and is refused by name later.
+    return hashlib.sha256(repr([*place, getattr(os, "geteuid", int)()]).encode()).hexdigest()
 
 
 def socket_path(environment: Mapping[str, str], name: str) -> str:
     """The path of a Unix socket of this name in this user's own folder, which `make_private` makes."""
-    if not hasattr(os, "getuid"):
-        do = "set GRADENGINE_ADDRESS=tcp://host:port on all ranks"
-        raise CallerError("this system has no Unix sockets", got=sys.platform, expected="Linux or macOS", do=do)
+    _refuse_other_system("unix://")
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
     return str(folder.absolute() / name)
 
@@ -145,12 +124,21 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as fault:
-        what = f"cannot make {str(folder)!r} for a Unix socket: {fault.strerror}"
-        raise CallerError(what, do=_ANOTHER_FOLDER) from None
+        raise CallerError(f"cannot make {str(folder)!r} for a socket: {fault.strerror}", do=_ANOTHER_FOLDER) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         got, expected = f"owner {found.st_uid}, {stat.filemode(found.st_mode)}", f"owner {os.getuid()}, drwx------"
         what, do = f"{str(folder)!r} is not private", f"remove it, or {_ANOTHER_FOLDER}"
         raise CallerError(what, got=got, expected=expected, do=do)
+
+
+def made_usable(url: str, *, hosts: bool) -> str:
+    """The computed URL as this rank needs it: rank 0 listens on all interfaces; a Unix socket's folder is made."""
+    at = address_of(url)
+    if isinstance(at, str):
+        make_private(Path(at).parent)
+    elif hosts and not is_loopback(at[0]):
+        return url_of((everywhere(), at[1]))
+    return url
 
 
 # ---- what a rank says of its address and link ----
@@ -252,10 +240,8 @@ class Listener(NotCopied, instead="make one in the process that listens"):
 
     def close(self) -> None:
         """Stop listening and free the address; may be called twice."""
-        if self.socket.fileno() < 0:
-            return  # another listener may have the path by now
-        with contextlib.suppress(OSError):
-            if isinstance(self.address, str):
+        if isinstance(self.address, str) and self.socket.fileno() >= 0:  # another listener may have the path by now
+            with contextlib.suppress(OSError):
                 Path(self.address).unlink()
         self.socket.close()
 
@@ -272,16 +258,21 @@ def connect_once(address: Address, timeout: float) -> socket.socket:
 
     Each of the places that a host's name stands for gets its part of the timeout; the error is that of the first.
     """
-    try:
-        places, failure = _places(address), None
-        for place in places:
-            try:
-                return _connected(*place, timeout / len(places))
-            except OSError as fault:  # noqa: PERF203  (the next place is tried)
-                failure = failure or fault
-    except (TypeError, ValueError) as fault:
-        raise _no_address(address, fault) from None
-    raise failure or OSError("the name has no address")
+    places, failures = _places(address), list[OSError]()
+    for family, place in places:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout / len(places))
+            connection.connect(place)
+            if connection.getsockname() != connection.getpeername():
+                return connection
+            raise OSError("connected to itself")  # noqa: TRY301  (our own port: a TCP self-connect)
+        except BaseException as fault:
+            connection.close()
+            if not isinstance(fault, OSError):
+                raise
+            failures.append(fault)
+    raise failures[0]
 
 
 def refuse_long_path(path: str) -> None:
@@ -295,112 +286,78 @@ def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
     """Raise `HandshakeRefused` for a Unix socket's connection with another user than root, if there is no secret."""
     if secret or connection.family != socket.AF_UNIX or (user := user_at(connection)) in {0, os.geteuid()}:
         return  # a secret proves both ends
-    what, do = "another user is at the other end of the Unix socket", "choose a folder that only you can write to"
-    do += ", or give every rank the same secret"
+    what = "another user is at the other end of the Unix socket"
+    do = "choose a folder that only you can write to, or give every rank the same secret"
     raise HandshakeRefused(what, got=f"user {user}", expected=f"user {os.geteuid()}", do=do)
 
 
 def user_at(connection: socket.socket) -> int:
     """The user id of the process at the other end of a Unix socket, as the kernel noted it."""
-    form, level, option = _BSD_PEER
-    if hasattr(socket, "SO_PEERCRED"):
-        form, level, option = _LINUX_PEER, socket.SOL_SOCKET, socket.SO_PEERCRED
-    return int(form.unpack(connection.getsockopt(level, option, form.size))[1])
+    form, level, option = _LINUX_PEER if sys.platform == "linux" else _BSD_PEER
+    return int(struct.unpack(form, connection.getsockopt(level, option, struct.calcsize(form)))[1])
 
 
 def _listening(address: Address, ports: range | None) -> socket.socket:
     try:
         family, place = _places(address)[0]
-        if isinstance(place, str) or place[1] or ports is None:
-            return _listening_at(family, place)
-        for port in ports:
-            try:
-                return _listening_at(family, (place[0], port, *place[2:]))
-            except OSError as fault:  # noqa: PERF203  (the next port is tried)
-                if fault.errno != errno.EADDRINUSE:
-                    raise
-    except (TypeError, ValueError) as fault:
-        raise _no_address(address, fault) from None
+        return _at_path(place) if isinstance(place, str) else _at_port(family, place, ports)
     except OSError as fault:
-        do = "check the host or path"
-        if fault.errno in {errno.EADDRINUSE, errno.EEXIST}:
-            do = "another process may use it: take another address, or for a second group of a run its own job="
-        raise CallerError(f"cannot listen at {shown(address)} ({fault.strerror or fault})", do=do) from None
-    do = "name more ports (ports=, GRADENGINE_PORTS), one for each rank on this host, and let the firewall pass them"
-    raise CallerError(f"no port of {ports[0]}-{ports[-1]} is free on {address[0]}", do=do)
+        do = _TAKEN if fault.errno in {errno.EADDRINUSE, errno.EEXIST} else "check the host or path"
+        reason = (fault.strerror or str(fault)).partition(" (")[0]  # create_server repeats the address
+        raise CallerError(f"cannot listen at {shown(address)} ({reason})", do=do) from None
 
 
-def _listening_at(family: socket.AddressFamily, place: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if isinstance(place, str):
-            _listen_at_path(listener, place)
-        else:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if place[0] == "::":
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too, whatever the default
-            listener.bind(place)
-            listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+def _at_port(family: socket.AddressFamily, place: Any, ports: range | None) -> socket.socket:
+    """Listen at a place's port; if that is 0, at the first free one of these ports."""
+    tried = range(place[1], place[1] + 1) if place[1] or ports is None else ports
+    for port in tried:
+        try:
+            where, is_for_both = (place[0], port, *place[2:]), place[0] == "::"
+            return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=is_for_both)
+        except OSError as fault:  # noqa: PERF203  (the next port is tried)
+            if fault.errno != errno.EADDRINUSE or tried is not ports:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of {tried[0]}-{tried[-1]} is free")
 
 
-def _listen_at_path(listener: socket.socket, path: str) -> None:
-    """Listen at a path, from which one stale socket is removed; fails if anything else is there.
+def _at_path(path: str) -> socket.socket:
+    """Listen at a path, from which a stale socket is removed; fails if anything else is there.
 
     The socket listens at a name of its own before it has that path, so that no other process takes it for a stale one.
     """
-    own, other = (Path(f"{path}-{secrets.token_hex(3)}") for _ in range(2))
+    listener, own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), Path(f"{path}-{secrets.token_hex(3)}")
     try:
         listener.bind(str(own))
         own.chmod(0o600)  # before any other user can connect
         listener.listen(_BACKLOG)
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            if _is_stale(Path(path)):
-                os.rename(path, other)
-                if not _is_stale(other):  # another process was faster, and listens there
-                    os.link(other, path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
+                Path(path).unlink(missing_ok=True)
         os.link(own, path)
-    finally:
-        own.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
-
-
-def _is_stale(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED
-
-
-def _connected(family: socket.AddressFamily, place: Any, timeout: float) -> socket.socket:
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout)
-        connection.connect(place)
-        if connection.getsockname() == connection.getpeername():
-            raise OSError("connected to itself")  # noqa: TRY301  (our own port: a TCP self-connect)
+        own.unlink()
+        return listener  # noqa: TRY300  (an interrupt here closes it too)
     except BaseException:
-        connection.close()
+        listener.close()
+        own.unlink(missing_ok=True)
         raise
-    return connection
-
-
-def _no_address(address: Address, fault: Exception) -> CallerError:
-    """The error for text that cannot be encoded as a host or path, or is too long."""
-    return CallerError(f"not a valid address: {shown(address)}", got=said(fault), do="check the host or path")
 
 
 def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
-    """The families and addresses of sockets; raises an error on a system without POSIX sockets, as Windows."""
+    """The families and addresses of sockets, IPv4 first: ranks listen at the first one, and call at all of them."""
+    _refuse_other_system(url_of(address))
+    try:
+        if isinstance(address, str):
+            os.fsencode(address)
+            return [(socket.AF_UNIX, address)]
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except ValueError as fault:  # text that cannot be encoded as a host or path
+        raise CallerError(f"not a valid address: {shown(address)}", got=said(fault), do="check it") from None
+    return sorted({(each[0], each[4]): None for each in found}, key=lambda place: place[0] != socket.AF_INET)
+
+
+def _refuse_other_system(url: str) -> None:
+    """Raise `CallerError` on a system without POSIX sockets, as Windows."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
-        what = f"no exchange over {url_of(address)}: this system's sockets are not POSIX"
+        what = f"no exchange over {url}: this system's sockets are not POSIX"
         do = "use WSL on Windows; threads of one process need no sockets: local_group"
         raise CallerError(what, got=sys.platform, expected="Linux or macOS", do=do)
-    return [(socket.AF_UNIX, address)] if isinstance(address, str) else _resolved(*address)
-
-
-def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """A host's places, IPv4 first: ranks that listen take the first one, and ranks that call try all of them."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({(each[0], each[4]): None for each in found}, key=lambda place: place[0] != socket.AF_INET)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar, final
 from gradengine.arguments import checked_seconds, whole_number
 from gradengine.errors import CallerError, ExchangeError, Fixed, NotCopied, PeerLost, WindowError, refuses_renamed
 from gradengine.exchange.addresses import Address
-from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.gather import gathered, packed, refuse_long_part
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.launchers import job_or_launchers
@@ -26,6 +25,7 @@ from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, Orde
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
+from gradengine.exchange.torch_group import DeviceCalls
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
 from gradengine.kernels.cuda_device import DeviceArena

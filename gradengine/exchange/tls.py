@@ -11,16 +11,20 @@ import re
 import socket
 import ssl
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, TypeVar, final
 
 from gradengine.arguments import said
 from gradengine.errors import CallerError, HandshakeRefused
 
+T = TypeVar("T")
+
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"  # the names in a Kubernetes secret made by cert-manager
 VARIABLE = "GRADENGINE_TLS"
 _CERTIFICATE = re.compile(rb"^-----BEGIN CERTIFICATE-----.+?^-----END CERTIFICATE-----", re.DOTALL | re.MULTILINE)
+_KINDS = ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
+_MOST_BYTES = 1 << 20  # of a file
 _RECORD_BYTES = 1 << 14  # at most so many bytes are encrypted at a time (RFC 8446, 5.1)
 _DO = "give all ranks tls= a folder with certificates of one authority (docs/tls.md)"
 
@@ -45,18 +49,19 @@ class Certificates:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
-            raise CallerError("tls is not a folder", got=said(folder), expected="a path, or None")
-        self.folder = Path(folder)
-        _, own, _ = (self._content(self.folder / name) for name in (AUTHORITY, CERTIFICATE, KEY))
-        self._called, self._calling = self._context(ssl.PROTOCOL_TLS_SERVER), self._context(ssl.PROTOCOL_TLS_CLIENT)
-        self._called.num_tickets = 0  # no connection is resumed
-        first = _CERTIFICATE.search(own)  # OpenSSL shows this one, and takes the others for its chain
-        if first is None:
-            raise CallerError(
-                f"no certificate in {str(self.folder / CERTIFICATE)!r}", expected="PEM", do="see docs/tls.md"
-            )
-        self.own_hash = _hash(ssl.PEM_cert_to_DER_cert(first[0].decode()))
+        try:
+            self.folder = Path(folder)
+            paths = [self.folder / name for name in (AUTHORITY, CERTIFICATE, KEY)]
+            # OpenSSL would wait for ever for the content of a FIFO.
+            _, shown, _ = (content_of(path, is_secret=path.name == KEY) for path in paths)
+            self.own_hash = _hash_of_first(shown)
+            self._called, self._calling = (_context(kind, *paths) for kind in _KINDS)
+            self._called.num_tickets = 0  # no connection is resumed
+        except (OSError, TypeError, ValueError) as fault:
+            reason = reason_of(fault) if isinstance(fault, ssl.SSLError) else fault
+            what = f"{AUTHORITY}, or {CERTIFICATE} with {KEY}, in {said(str(folder))} cannot be used ({reason})"
+            expected = f"PEM, and {KEY} the key of {CERTIFICATE}, without a password"
+            raise CallerError(what, expected=expected, do="see docs/tls.md") from None
 
     def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
         """A socket that encrypts what is sent over a connected one, which it replaces.
@@ -69,34 +74,6 @@ class Certificates:
         encrypted.own_hash = self.own_hash
         return encrypted
 
-    def _context(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.sslsocket_class = _TlsSocket
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-        loaded = AUTHORITY
-        try:
-            context.load_verify_locations(self.folder / AUTHORITY)
-            loaded = f"{CERTIFICATE} with {KEY}"
-            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=self._refuse_password)
-        except OSError as fault:
-            what = f"{loaded} in {str(self.folder)!r} cannot be used ({reason_of(fault)})"
-            raise CallerError(what, expected=f"PEM, and {KEY} the key of {CERTIFICATE}", do="see docs/tls.md") from None
-        return context
-
-    def _content(self, path: Path) -> bytes:
-        try:
-            return content_of(path, is_secret=path.name == KEY)
-        except (OSError, ValueError) as fault:
-            names = f"{AUTHORITY}, {CERTIFICATE} and {KEY}"
-            what = f"cannot read {str(path)!r} for TLS: {getattr(fault, 'strerror', fault)}"
-            raise CallerError(what, expected=f"{names} in one folder", do="see docs/tls.md") from None
-
-    def _refuse_password(self) -> NoReturn:
-        # OpenSSL would ask for it on the terminal.
-        do = f"write it without one: openssl pkey -in {KEY} -out new.key"
-        raise CallerError(f"{str(self.folder / KEY)!r} has a password", do=do)
-
 
 def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | None:
     """The certificates in a folder; if it is None, in that of GRADENGINE_TLS; None if there is neither."""
@@ -104,18 +81,17 @@ def certificates_of(folder: str | os.PathLike[str] | None) -> Certificates | Non
     return None if folder is None else Certificates(folder)
 
 
-def content_of(path: str | os.PathLike[str], most: int = -1, *, is_secret: bool = False) -> bytes:
-    """Return the first `most` bytes of a regular file; raises `OSError`, also for a FIFO, which could block.
+def content_of(path: Path, *, is_secret: bool = False) -> bytes:
+    """Return a regular file's content; raises `OSError`, also for a FIFO, which could block.
 
     Logs a warning if other users can open a secret one. Kubernetes mounts secrets so, therefore that is no error.
     """
-    with open(path, "rb", opener=_opened_at_once) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        if is_secret and mode & 0o077:
-            warn_once(f"other users can open {str(path)!r}, which holds a secret (mode {mode & 0o777:o}): chmod 600 it")
-        return file.read(most)
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        raise OSError(errno.EINVAL, "not a regular file, or too large")
+    if is_secret and found.st_mode & 0o077:
+        warn_once(f"other users can open {str(path)!r}, a secret (mode {found.st_mode & 0o777:o}): chmod 600 it")
+    return path.read_bytes()
 
 
 @functools.cache
@@ -124,13 +100,12 @@ def warn_once(text: str) -> None:
     logging.getLogger("gradengine.exchange").warning(text)
 
 
-def _opened_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def hashes_of(connection: socket.socket) -> bytes:
-    """The hashes of a TLS connection's two certificates, the caller's first; nothing for a plain connection."""
-    return connection.hashes() if isinstance(connection, _TlsSocket) else b""
+    """The SHA-256 of a TLS connection's two certificates, the caller's first; nothing for a plain connection."""
+    if not isinstance(connection, _TlsSocket):
+        return b""
+    theirs = hashlib.sha256(connection.getpeercert(binary_form=True) or b"").digest()
+    return theirs + connection.own_hash if connection.server_side else connection.own_hash + theirs
 
 
 def refusal_of(fault: OSError, who: str) -> HandshakeRefused | None:
@@ -149,8 +124,6 @@ def reason_of(fault: OSError) -> str:
     """Why an error of a socket happened, in few words, also one of TLS."""
     if isinstance(fault, ssl.SSLCertVerificationError):
         return f"its certificate is not taken: {fault.verify_message}"
-    if isinstance(fault, TimeoutError):
-        return "timed out"
     reason = getattr(fault, "reason", None)
     if reason == "WRONG_VERSION_NUMBER":  # the first bytes are not those of any TLS
         return "it does not speak TLS"
@@ -160,8 +133,22 @@ def reason_of(fault: OSError) -> str:
     return f"the other end says: {alert}" if is_alert else re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", text)
 
 
-def _hash(certificate: bytes | None) -> bytes:
-    return hashlib.sha256(certificate or b"").digest()
+def _context(kind: int, authority: Path, shown: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(kind)
+    context.sslsocket_class = _TlsSocket
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    context.load_verify_locations(authority)
+    context.load_cert_chain(shown, key, password="")  # without one OpenSSL would ask on the terminal
+    return context
+
+
+def _hash_of_first(content: bytes) -> bytes:
+    """The SHA-256 of a file's first certificate, which OpenSSL shows; it takes the others for its chain."""
+    first = _CERTIFICATE.search(content)
+    if first is None:
+        raise ValueError(f"no certificate in {CERTIFICATE}")
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0].decode())).digest()
 
 
 @final
@@ -170,16 +157,8 @@ class _TlsSocket(ssl.SSLSocket):
 
     own_hash: bytes  # of the certificate that this end shows
 
-    def hashes(self) -> bytes:
-        """The SHA-256 of the caller's certificate and of the called end's, once both were shown."""
-        theirs = _hash(self.getpeercert(binary_form=True))
-        return theirs + self.own_hash if self.server_side else self.own_hash + theirs
-
     def send(self, data: Any, flags: int = 0) -> int:
-        try:
-            return super().send(data, flags)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return _or_blocking(super().send, data, flags)
 
     def sendmsg(self, parts: Iterable[Any], ancillary: Sequence[Any] = (), *_: Any) -> int:  # type: ignore[override]
         """Send the parts' first bytes, at most one record; if there is no room, call again with the same parts."""
@@ -191,13 +170,15 @@ class _TlsSocket(ssl.SSLSocket):
     def recv(self, size: int = 1024, flags: int = 0) -> bytes:
         if flags:  # SSLSocket refuses them; that the other end has closed shows in the encrypted bytes too
             return socket.socket.recv(self, size, flags)
-        try:
-            return super().recv(size)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return _or_blocking(super().recv, size)
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        try:
-            return super().recv_into(buffer, nbytes, flags)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return _or_blocking(super().recv_into, buffer, nbytes, flags)
+
+
+def _or_blocking(call: Callable[..., T], *given: Any) -> T:
+    """Call it; raises `BlockingIOError`, as a plain socket does, if OpenSSL has to wait."""
+    try:
+        return call(*given)
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        raise BlockingIOError from None

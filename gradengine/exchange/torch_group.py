@@ -1,7 +1,12 @@
-"""Connects the ranks of a torch process group: rank 0 tells the others its address and a secret through the group."""
+"""A torch process group: its ranks connect by it, and its NCCL moves GPUs' memory between them.
+
+Rank 0 sends the others its address and a secret through the group. NCCL's calls are queued, so the host never waits.
+They only move bytes: each rank's parts go to whoever adds them, and sums come back. The order of the sum is ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -10,19 +15,23 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
+from weakref import WeakSet
 
 import numpy as np
 
 from gradengine.arguments import said
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange.addresses import address_of, number_of, this_host
+from gradengine.exchange.addresses import address_of, this_host
 from gradengine.exchange.links.collectives import Bytes, CollectiveLink
 from gradengine.exchange.mesh import Meeting
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
-_SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
 _TOLD_BYTES = 512
+_SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
+_NEW = "make a new group on all ranks, torch.distributed.new_group(backend='nccl'), or start them from a checkpoint"
+
+_uneven: WeakSet[Any] = WeakSet()  # groups in which some ranks may have made more calls than others
 
 
 def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meeting:
@@ -45,12 +54,11 @@ def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meet
     try:
         # Kept until the process ends: torch would give the name of a group that was destroyed to the next one, which
         # would find the old addresses in torch's store.
-        limit = timedelta(seconds=timeout)
-        gloo = distributed.new_group(ranks, limit, backend="gloo", use_local_synchronization=True)
-        hosts = _gathered(gloo, ranks, this_host().encode())
+        gloo = distributed.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+        host = "127.0.0.1" if len({*_gathered(gloo, ranks, this_host())}) == 1 else None
         if rank == 0:
-            return _host(gloo, ranks, "127.0.0.1" if len({*hosts}) == 1 else None, options)
-        url, _, secret = _gathered(gloo, ranks, b"")[0].decode().partition(" ")
+            return _host(gloo, ranks, host, options)
+        url, _, secret = _gathered(gloo, ranks, "")[0].partition(" ")
     except RuntimeError as fault:
         raise _not_all(rank, fault) from None
     if not url:
@@ -105,57 +113,98 @@ def _not_all(rank: int, fault: RuntimeError) -> PeerLost:
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:
     """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
-    secret = secrets.token_hex(16)
+    secret, told = secrets.token_hex(16), ""
     try:
         meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), secret=secret, **options)
-    except BaseException:
-        _gathered(gloo, ranks, b"")
-        raise
-    try:
-        _gathered(gloo, ranks, f"{meeting.url} {secret}".encode())
-    except BaseException:
-        meeting.close()
-        raise
+        told = f"{meeting.url} {secret}"
+    finally:
+        _gathered(gloo, ranks, told)
     return meeting
 
 
 def _place(process_group: Any) -> tuple[Any, list[int], int]:
     """torch.distributed, the group's ranks as the default group counts them, and this rank in the group."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         do = "call torch.distributed.init_process_group first"
         raise CallerError("there is no torch process group in this process", do=do)
-    distributed: Any = torch.distributed
-    try:
+    with contextlib.suppress(KeyError, ValueError):  # it was destroyed
         if isinstance(process_group, distributed.ProcessGroup):  # else torch's -100, say
             return distributed, distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
-    except (KeyError, ValueError):  # it was destroyed
-        pass
     do = "pass what torch.distributed.new_group returned, on the ranks that are in the group"
     raise CallerError("not a torch process group that contains this process", got=said(process_group), do=do)
 
 
-def _gathered(gloo: Any, ranks: Sequence[int], told: bytes) -> list[bytes]:
-    """Every rank's bytes, without the zeros at the end, in the order of `ranks`, which is not gloo's."""
+def _gathered(gloo: Any, ranks: Sequence[int], told: str) -> list[str]:
+    """Every rank's text, in the order of `ranks`, which is not gloo's; nothing is pickled."""
     torch = sys.modules["torch"]
     parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8, device="cpu")
-    own = torch.from_numpy(np.frombuffer(told.ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
+    own = torch.from_numpy(np.frombuffer(told.encode().ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
     torch.distributed.all_gather([*parts], own, group=gloo)
-    return [parts[sorted(ranks).index(rank)].numpy().tobytes().rstrip(b"\0") for rank in ranks]
+    return [parts[sorted(ranks).index(rank)].numpy().tobytes().rstrip(b"\0").decode() for rank in ranks]
 
 
 def _host_of_gloo() -> str:
     """The host at which gloo listens, which other hosts have reached already."""
     interface = os.environ.get(_INTERFACE, "").partition(",")[0]
-    try:
-        if not interface or sys.platform != "linux":
-            return number_of(socket.gethostname())
-        import fcntl  # noqa: PLC0415  (Windows has none)
+    if not interface or sys.platform != "linux":
+        return socket.gethostname()
+    import fcntl  # noqa: PLC0415  (Windows has none)
 
+    try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(answer[20:24])  # of an ifreq: a name of 16 bytes, then a sockaddr_in
     except (OSError, ValueError) as fault:
-        where = f"of interface {interface!r}" if interface else f"of {socket.gethostname()!r}"
         do = f"set {_INTERFACE} to the interface by which other hosts reach this one"
-        raise CallerError(f"rank 0 finds no address {where} ({fault})", do=do) from None
+        raise CallerError(f"rank 0 finds no address of interface {interface!r} ({fault})", do=do) from None
+    return socket.inet_ntoa(answer[20:24])  # of an ifreq: a name of 16 bytes, then a sockaddr_in
+
+
+def device_calls_of(process_group: Any) -> DeviceCalls | None:
+    """The calls of a group whose backend for CUDA is NCCL; None for others, whose ranks sum in the host's memory.
+
+    Raises:
+        CallerError: A step over this group was left in the middle: a call of the next would meet one of that.
+    """
+    backends = str(sys.modules["torch"].distributed.get_backend_config(process_group))
+    if "cuda:nccl" not in backends.split(","):
+        return None
+    if process_group in _uneven:
+        raise CallerError("a step over this process group was left in the middle", do=_NEW)
+    return DeviceCalls(process_group)
+
+
+@final
+class DeviceCalls:
+    """The NCCL calls of a torch process group, on our streams and memory."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._group, self._torch = process_group, sys.modules["torch"]
+
+    def tensor(self, array: Any) -> Any:
+        """A device's array as torch has it, without a copy."""
+        return self._torch.from_dlpack(array)
+
+    def stream(self, handle: int, ordinal: int) -> Any:
+        """A stream of ours as torch has it."""
+        return self._torch.cuda.ExternalStream(handle, device=ordinal)
+
+    def all_to_all(self, received: Sequence[Any], sent: Sequence[Any], stream: Any) -> None:
+        """Queue on a stream: `sent[r]` goes to rank r, `received[r]` comes from it; none is empty.
+
+        All ranks make the same calls in the same order.
+
+        Raises:
+            PeerLost: NCCL does not do it; the group cannot be used any more.
+        """
+        try:
+            with self._torch.cuda.stream(stream):
+                self._torch.distributed.all_to_all([*received], [*sent], group=self._group)
+        except (RuntimeError, ValueError) as fault:  # of NCCL; or the group was destroyed
+            self.leave_uneven()
+            words = str(fault).partition("\n")[0][-200:]
+            raise PeerLost(f"the process group failed ({words})", do=f"discard() the window; {_NEW}") from None
+
+    def leave_uneven(self) -> None:
+        """Refuse this group from now on: its ranks may have made different numbers of calls."""
+        _uneven.add(self._group)

@@ -17,9 +17,9 @@ import numpy as np
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import PeerLost
-from gradengine.exchange.device_calls import DeviceCalls
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
+from gradengine.exchange.torch_group import DeviceCalls
 from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass
 from gradengine.kernels.decision import Scalar
 from gradengine.layout.slots import ALIGNMENT, Span

@@ -343,6 +343,13 @@ class Network:
         self.join(one, other, is_local=True)
         return one, other
 
+    def server(self, address, **_):
+        """A socket that listens."""
+        listener = addresses.socket.socket()
+        listener.bind(address)
+        listener.listen()
+        return listener
+
     def end(self, stream, how, reader):
         """End a stream behind all that was sent; its reader hears of that later."""
         if stream.is_cut or (stream.ending is not None and (how == _ENDS or stream.ending[1] == how)):
@@ -398,7 +405,9 @@ class Network:
         """A context in which the exchange uses this network, its clock and its tasks, and is otherwise as it is."""
         clock = self.clock
         sort = type("socket", (VirtualSocket,), {"network": self, "clock": clock})
-        virtual_socket = SimpleNamespace(**vars(socket) | {"socket": sort, "socketpair": self.pair})
+        virtual_socket = SimpleNamespace(
+            **vars(socket) | {"socket": sort, "socketpair": self.pair, "create_server": self.server}
+        )
         virtual_selectors = SimpleNamespace(**vars(selectors) | {"DefaultSelector": lambda: VirtualSelector(clock)})
         virtual_time = SimpleNamespace(monotonic=clock, sleep=clock.pause)
         virtual_thread = SimpleNamespace(
