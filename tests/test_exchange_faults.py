@@ -106,7 +106,7 @@ class Trickle(Slices):
     def has_received(self):
         """Whether all that was sent was read, and the pump knows; or nobody reads any more."""
         pump, link = self.exchange._pump, self.exchange._link
-        if link.bell.has_ended:
+        if link.is_closed:
             return True
         unread = bytearray(4)
         try:

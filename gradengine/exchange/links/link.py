@@ -157,8 +157,8 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     def close(self) -> None:
         """End all transfers, after which nothing writes to this rank's memory. The other ranks lose this rank.
 
-        Memory that this rank has borrowed is released: it may not be read any more. This waits for memory that others
-        have borrowed from this rank, or else their `release` fails. May be called twice.
+        Memory that this rank has borrowed is released: it may not be read any more. This does not wait for ranks that
+        have borrowed memory from this one: their `release` fails. May be called twice.
         """
 
     def lose_vanished(self) -> None:
@@ -176,19 +176,19 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         what = f"what {self.named(peer)} sent {self.named(self.rank)} was damaged on the way: {sent}"
         return ProtocolError(what, do=f"{self.way_on}; test the memory and the network of both hosts")
 
-    def other_size(self, peer: int, tag: int, size: int, memory: Memory) -> ProtocolError:
+    def other_size(self, peer: int, tag: int, size: int, expected: int) -> ProtocolError:
         """The error for a rank's message that does not fit the memory to receive it."""
         what = f"{self.named(peer)} sent {self.named(self.rank)} another size with tag {tag}"
-        return ProtocolError(what, got=f"{size} bytes", expected=f"{memory.nbytes} bytes")
+        return ProtocolError(what, got=f"{size} bytes", expected=f"{expected} bytes")
 
     def refuse_closed(self) -> None:
         """Raise `PeerLost` if this link is closed."""
         if self.is_closed:
             raise PeerLost(f"the link of rank {self.rank} is closed")
 
-    def lost_by(self, peer: int, lost: int | None) -> PeerLost:
-        """The error for a transfer with a rank that has closed its link, because it lost the rank `lost`, if any."""
-        if lost is None or lost == peer:
+    def lost_by(self, peer: int, lost: int) -> PeerLost:
+        """The error for a transfer with a rank that has closed its link, because it lost the rank `lost`, or itself."""
+        if lost == peer:
             self.lost, what = peer, f"{self.named(peer)} is gone: it has closed its link"
         elif lost == self.rank:
             self.lost, what = peer, f"{self.named(peer)} has closed its link: this rank ({lost}) was lost or late"

@@ -24,7 +24,7 @@ from gradengine.threads import Bell
 _FAREWELL = (1 << 21) - 3  # the tag of a link's last message: above an all-reduce's, below those of a gather
 _TESTS = 20  # in a poll, until something is over: one test moves a piece of a large message at most
 _CANCEL_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to end by errors of their own
+_LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to raise errors of their own
 _POLL_SECONDS = 0.001
 _LOOKS = 2000  # at a collective without a pause, before a rank looks each millisecond
 
@@ -56,10 +56,10 @@ class MpiLink(Link):
         self._requests: list[Any] = []
         self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
         self._counts: Counter[tuple[Completed, int]] = Counter()  # transfers that are over, with each rank
-        self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
+        self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed, and whom they had lost
+        self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in self._peers:
+            self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
         _links.append(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -96,14 +96,13 @@ class MpiLink(Link):
 
     def _leave(self) -> None:
         """Send each rank a farewell, and cancel the receives."""
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
-                farewell = np.array([*counts, -1 if self.lost is None else self.lost], "<i8")
-                _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
+        for peer in self._peers:
+            counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
+            farewell = np.array([*counts, self.rank if self.lost is None else self.lost], "<i8")
+            _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
         receives = []
-        for request, ((kind, *_), _) in zip(self._requests, self._transfers, strict=True):
-            if kind is Completed.SENT:
+        for request, (transfer, _) in zip(self._requests, self._transfers, strict=True):
+            if transfer.kind is Completed.SENT:
                 _held.append(request)
             else:
                 request.Cancel()
@@ -122,22 +121,17 @@ class MpiLink(Link):
                     break
         except self._mpi.Exception as fault:
             raise ProtocolError(f"a transfer of rank {self.rank} failed in MPI ({fault})") from None
-        over, other_size = [], None
-        for index, status in zip(done or (), statuses, strict=False):
-            transfer, memory = self._transfers[index]
-            kind, peer, tag = transfer
+        over = [(*self._transfers[index], status) for index, status in zip(done or (), statuses, strict=False)]
+        for index in sorted(done or (), reverse=True):
+            del self._requests[index], self._transfers[index]
+        for (kind, peer, tag), memory, status in over:
             if tag == _FAREWELL:
                 self._farewells[peer] = memory
                 continue
             self._counts[kind, peer] += 1
-            over.append(transfer)
             if kind is Completed.RECEIVED and (size := status.Get_count(self._mpi.BYTE)) != memory.nbytes:
-                other_size = self.other_size(peer, tag, size, memory)
-        for index in sorted(done or (), reverse=True):
-            del self._requests[index], self._transfers[index]
-        if other_size is not None:
-            raise other_size
-        return over
+                raise self.other_size(peer, tag, size, memory.nbytes)
+        return [transfer for transfer, *_ in over if transfer.tag != _FAREWELL]
 
     def _refuse_lost(self) -> None:
         """Raise `PeerLost` if a transfer is open with a rank that has closed, and will not be over.
@@ -148,7 +142,7 @@ class MpiLink(Link):
             if peer in self._farewells and tag != _FAREWELL:
                 sent, received, lost = self._farewells[peer].tolist()
                 if self._counts[kind, peer] >= (received if kind is Completed.SENT else sent):
-                    raise self.lost_by(peer, None if lost < 0 else lost)
+                    raise self.lost_by(peer, lost)
 
 
 _links: list[MpiLink] = []
@@ -201,12 +195,9 @@ def _mpi() -> Any:
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise CallerError("MPI is not running in this process", do="make the link between MPI_Init and MPI_Finalize")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CallerError(
-            "MPI was initialized for one thread",
-            got=f"thread level {MPI.Query_thread()}",
-            expected=f"MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})",
-            do="leave mpi4py.rc.thread_level as it is, or initialize MPI by MPI_Init_thread",
-        )
+        do = "leave mpi4py.rc.thread_level as it is, or initialize MPI by MPI_Init_thread"
+        what, expected = "MPI was initialized for one thread", f"MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})"
+        raise CallerError(what, got=f"thread level {MPI.Query_thread()}", expected=expected, do=do)
     return MPI
 
 
@@ -232,16 +223,14 @@ def _end() -> None:
         return
     for link in _links:
         link.close()
-    has_failed = bool(_held) or any(link.has_failed for link in _links)
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS if has_failed else math.inf
     try:
-        ends = [link.see_others_end() for link in _links]
-        has_failed |= not all(_is_over(end, deadline) for end in ends)
+        if not _held and not any(link.has_failed for link in _links):
+            for end in [link.see_others_end() for link in _links]:
+                _is_over(end, math.inf)
+            return
     except mpi.Exception:  # of a library that notices when a rank dies
-        has_failed = True
-    if has_failed:
-        if not _links:
-            time.sleep(_LAST_WORDS_SECONDS)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(1)
+        pass
+    time.sleep(_LAST_WORDS_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.COMM_WORLD.Abort(1)

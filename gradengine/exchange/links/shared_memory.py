@@ -15,22 +15,22 @@ ended, it discards what it has read.
 from __future__ import annotations
 
 import array
-import errno
 import os
 import select
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from gradengine.arrays.shared import SharedMemory, mapped, place_of, refuse_without_shared_memory
-from gradengine.errors import CallerError, ExchangeError, ProtocolError
+from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.links.link import Completed, Completion, Memory
-from gradengine.exchange.links.sockets import Connection, SocketLink
+from gradengine.exchange.links.sockets import EMPTY, Connection, SocketLink
 
 _LENT, _RELEASED = 1 << 22, 1 << 23  # in tags: where what is sent lies (offset, size); that it has been read (nothing)
-_TOO_FEW = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # limits of this process, or of the system
+_PLACE = struct.Struct("<QQ")
 _NOTHING: Memory = np.empty(0, np.uint8)
 
 
@@ -43,7 +43,6 @@ class SharedMemoryLink(SocketLink):
         connections: For each other rank one connected Unix socket; closed with the link.
 
     Raises:
-        CallerError: A connection is not a Unix socket.
         DeviceUnavailable: This system has no shared memory of this kind.
     """
 
@@ -52,9 +51,6 @@ class SharedMemoryLink(SocketLink):
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
         refuse_without_shared_memory()
-        kinds = {each.family.name for each in connections.values()}
-        if kinds - {"AF_UNIX"}:
-            raise CallerError("shared memory needs a Unix socket with each other rank", got=kinds, do="use unix://")
         self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # by rank and tag, until it is released
         self._borrowed: dict[tuple[int, int], Memory] = {}
         self._copied: set[Completion] = set()  # what says so, until it is sent
@@ -81,7 +77,7 @@ class SharedMemoryLink(SocketLink):
         whole, start = place
         with self._lock:
             self._lent[peer, tag] = memory, whole
-            where = np.array([start, memory.nbytes], "<u8")
+            where = np.frombuffer(_PLACE.pack(start, memory.nbytes), np.uint8)
             self._queue(Completion(Completed.SENT, peer, tag | _LENT), where, at_once=True)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
@@ -89,7 +85,7 @@ class SharedMemoryLink(SocketLink):
         self.borrow(peer, tag)  # or so: whichever comes
 
     def borrow(self, peer: int, tag: int) -> None:
-        super().receive(peer, tag | _LENT, np.empty(2, "<u8"))
+        super().receive(peer, tag | _LENT, np.empty(_PLACE.size, np.uint8))
 
     def borrowed(self, peer: int, tag: int) -> Memory | None:
         return self._borrowed.get((peer, tag))
@@ -99,7 +95,10 @@ class SharedMemoryLink(SocketLink):
             self.refuse_closed()
             del self._borrowed[peer, tag]
             if self._has_left(peer):
-                self._receive_farewell(peer)
+                connection = self._connections[peer]
+                connection.held = None
+                while not connection.has_ended:  # its last message says why it left
+                    self._move(connection)
                 self._refuse_lost()
             self._queue(Completion(Completed.SENT, peer, tag | _RELEASED), _NOTHING, at_once=True)
 
@@ -118,9 +117,9 @@ class SharedMemoryLink(SocketLink):
                 self._open.pop(transfer._replace(tag=tag ^ _LENT), None)
             self._over.append(Completion(Completed.DAMAGED if is_damaged else kind, peer, own))
         elif tag & _LENT and kind is Completed.SENT:
-            self._open[Completion(Completed.RECEIVED, peer, own | _RELEASED)] = _NOTHING
+            self._open[Completion(Completed.RECEIVED, peer, own | _RELEASED)] = EMPTY
         elif tag & _LENT:
-            self._take(peer, own, *memory.tolist())
+            self._take(peer, own, *_PLACE.unpack(memory))
         elif kind is Completed.RECEIVED:
             del self._lent[peer, own]
             self._over.append(Completion(Completed.SENT, peer, own))
@@ -131,7 +130,7 @@ class SharedMemoryLink(SocketLink):
     def _take(self, peer: int, tag: int, start: int, size: int) -> None:
         """Copy what a rank lends, or let it be borrowed."""
         receipt, whole = Completion(Completed.SENT, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
-        self._open[receipt] = _NOTHING  # also where it is never sent: then the rank is missed
+        self._open[receipt] = EMPTY  # also where it is never sent: then the rank is missed
         if start + size > whole.size:
             what = f"rank {peer} lends rank {self.rank} a range outside of its memory, with tag {tag}"
             raise ProtocolError(what, got=f"{size} bytes from {start}", expected=f"within {whole.size}")
@@ -144,18 +143,11 @@ class SharedMemoryLink(SocketLink):
             self._over.append(Completion(Completed.RECEIVED, peer, tag))
             return
         if size != sink.nbytes:
-            raise self.other_size(peer, tag, size, sink)
-        np.copyto(sink.reshape(-1).view(np.uint8), source)
+            raise self.other_size(peer, tag, size, sink.nbytes)
+        np.copyto(np.frombuffer(sink, np.uint8), source)
         if not self._has_left(peer):
             self._copied.add(receipt)
             self._queue(receipt, _NOTHING, at_once=True)
-
-    def _receive_farewell(self, peer: int) -> None:
-        """Receive all that a rank that has left had sent: its last message says why it left."""
-        connection = self._connections[peer]
-        connection.held = None
-        while not connection.has_ended:
-            self._move(connection)
 
     def _has_left(self, peer: int) -> bool:
         """Whether a rank has ended its connection, so that what was read of its memory since may be overwritten."""
@@ -194,12 +186,9 @@ class SharedMemoryLink(SocketLink):
         """Map another rank's memory, instead of what it had before."""
         try:
             self._mapped[peer] = mapped(descriptor)
-        except (OSError, ValueError) as fault:
-            if isinstance(fault, OSError) and fault.errno in _TOO_FEW:
-                what = f"rank {self.rank} cannot map the memory of rank {peer} ({fault.strerror})"
-                raise ExchangeError(what, do='raise ulimit -v and -n, or pass link="unix" on all ranks') from None
-            what = f"rank {peer} sent rank {self.rank} a descriptor that is not of shared memory"
-            raise ProtocolError(what, got=fault) from None
+        except (OSError, ValueError) as fault:  # of a limit of this process, or it is no shared memory
+            what = f"rank {self.rank} cannot map the memory of rank {peer} ({fault})"
+            raise ExchangeError(what, do='raise ulimit -v and -n, or pass link="unix" on all ranks') from None
         finally:
             os.close(descriptor)
 

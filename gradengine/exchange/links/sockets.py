@@ -16,8 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from selectors import EVENT_READ, EVENT_WRITE
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -35,6 +34,7 @@ _TCP_INFO = struct.Struct("=24xI28xI")  # Linux: packets without an acknowledgem
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
+EMPTY = memoryview(bytearray())
 _discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what has run out
 
 
@@ -57,18 +57,16 @@ class SocketLink(Link):
         self.rank, self.hub, self.world_size = rank, hub, len(connections) + 1 if hub is None else hub
         families = {each.family for each in connections.values()}
         self.name = "unix" if families == {socket.AF_UNIX} else "tcp"
-        self._connections = {peer: Connection(peer, each) for peer, each in connections.items()}
-        self._open: dict[Completion, Memory] = {}
+        own = self.named(rank)
+        self._connections = {
+            peer: Connection(peer, each, f"{self.named(peer)} sent {own}") for peer, each in connections.items()
+        }
+        self._open: dict[Completion, memoryview] = {}
         self._over: list[Completion] = []
-        self._faults: dict[int, PeerLost | ProtocolError] = {}  # why transfers with a rank will not be over
-        self._farewells: dict[int, int | None] = {}  # whom a rank that has closed had lost
-        self._vanished: set[int] = set()  # ranks whose machines answer nothing any more
-        self._unheld: list[Connection] = []  # to be read though nothing rings the bell for them
+        # Why transfers with a rank will not be over: an error, or the rank that it says it has lost, perhaps itself.
+        self._faults: dict[int, int | PeerLost | ProtocolError] = {}
         self._lock = threading.Lock()  # while sockets and memory are used
-        self.bell = _SocketBell(self._lock)
-        for connection in self._connections.values():
-            self._watch(connection)
-            self._read_on(connection)
+        self.bell = _SocketBell(self._lock, self._connections.values())
         _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -82,19 +80,19 @@ class SocketLink(Link):
         with self._lock:
             self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
             connection = self._connections[peer]
-            if connection.held is not None:  # if it is empty, nothing more comes by which the bell would be rung
+            if connection.held is not None or peer in self._faults:
                 connection.held = None
-                self._unheld.append(connection)
-                self.bell.ring()
+                self.bell.due.append(connection)
 
     def poll(self) -> list[Completion]:
         with self._lock:
             self.refuse_closed()
-            if self._vanished:
-                self._end_vanished()
-            self._move_until_over()
+            # Until something is over, which is then still in the cache, or nothing can be moved.
+            while not self._over and (ready := self.bell.ready()):
+                for connection in ready:
+                    self._move(connection)
             over, self._over = self._over, []
-            if not over:
+            if self._faults and not over:
                 self._refuse_lost()
             return over
 
@@ -102,10 +100,12 @@ class SocketLink(Link):
         return [each.held for each in self._connections.values() if each.held is not None]
 
     def lose_vanished(self) -> None:
-        for peer, connection in [*self._connections.items()]:
-            if has_vanished(connection.socket):
-                self._vanished.add(peer)
-                self.bell.ring()
+        with contextlib.suppress(OSError):  # another thread closes the link
+            for connection in [*self._connections.values()]:
+                if has_vanished(connection.socket):
+                    connection.has_vanished = True
+                    self.bell.due.append(connection)  # if a poll overlooks it, the next call repeats this
+                    self.bell.ring()
 
     def gone(self) -> list[int]:
         """The ranks that have closed their links, or whose connections are lost."""
@@ -116,14 +116,16 @@ class SocketLink(Link):
         ordered = sorted(self._connections.items())
         return [(peer, origin(each.socket), each.received, each.sent) for peer, each in ordered]
 
-    def refuse_unsaid(self) -> None:
-        """Raise `PeerLost` for a rank that is gone and has not said so, or that left for one which it had lost."""
-        for peer in sorted(self.gone(), key=lambda peer: peer in self._farewells):
-            if peer not in self._farewells:
-                self.lost = peer
-                raise self._faults[peer]
-            if self._farewells[peer] is not None:
-                raise self.lost_by(peer, self._farewells[peer])
+    def refuse_unsaid(self, missed: Collection[int] = ()) -> None:
+        """Raise for a rank that is gone: one of `missed`, one that has not said so, or one that left for another."""
+        said = {peer: fault for peer, fault in self._faults.items() if isinstance(fault, int)}
+        if gone := [peer for peer in self._faults if peer in missed or said.get(peer) != peer]:
+            # The one that was lost first, if none says another: some may have closed for that amid a message.
+            peer = min(gone, key=lambda peer: said.get(peer, peer) == peer)
+            if isinstance(fault := self._faults[peer], int):
+                raise self.lost_by(peer, fault)
+            self.lost = peer
+            raise fault
 
     def close(self) -> None:
         self.is_closed = True
@@ -131,26 +133,25 @@ class SocketLink(Link):
         with self._lock:
             for connection in self._connections.values():
                 self._leave(connection)
-            if self._connections:
-                self.unwritten = self._not_begun()
-            self._connections = {}
+            begun = [each.receiving for each in self._connections.values()]
+            receives = [each for each in self._open if each.kind is Completed.RECEIVED]
+            self.unwritten = [*self.unwritten, *(each for each in receives if each not in begun)]
             self._open.clear()
+            self._connections = {}
             self.bell.close()
 
     # ---- inside ----
 
     def _begin(self, transfer: Completion, memory: Memory) -> None:
         self.refuse_closed()
-        self._open[transfer] = memory
-        if transfer.peer in self._faults:
-            self.bell.ring()
+        self._open[transfer] = memory.reshape(-1).view(np.uint8).data if memory.nbytes else EMPTY
 
     def _queue(self, transfer: Completion, memory: Memory, *, at_once: bool = False) -> None:
         self._begin(transfer, memory)
+        connection = self._connections[transfer.peer]
         if transfer.peer not in self._faults:
-            connection = self._connections[transfer.peer]
             connection.outgoing.append(transfer)
-            (self._push if at_once else self._watch)(connection)
+        (self._push if at_once else self.bell.due.append)(connection)
 
     def _end(self, transfer: Completion, *, is_damaged: bool = False) -> None:
         del self._open[transfer]
@@ -158,66 +159,35 @@ class SocketLink(Link):
 
     def _refuse_lost(self) -> None:
         """Raise for a rank whose transfers will never be over, once all that it had sent before was received."""
-        if not self._faults:  # as nearly always
-            return
-        missed = {transfer.peer for transfer in self._open} & self._faults.keys()
-        if not missed:
-            return
-        # The one that was lost first, if none says another: some may have closed for that in the middle of a message.
-        gone = [peer for peer in self._faults if peer in missed or peer not in self._farewells]
-        peer = min(gone, key=lambda peer: self._farewells.get(peer) is None)
-        if peer in self._farewells:
-            raise self.lost_by(peer, self._farewells[peer])
-        self.lost = peer
-        raise self._faults[peer]
-
-    def _watch(self, connection: Connection) -> None:
-        """Let the bell ring when the connection can be read or written."""
-        reads, writes = connection.held is None and not connection.has_ended, bool(connection.outgoing)
-        self.bell.watch(connection, (EVENT_READ if reads else 0) | (EVENT_WRITE if writes else 0))
-
-    def _not_begun(self) -> list[Completion]:
-        """The open receives whose payload has not begun to arrive."""
-        begun = [each.receiving for each in self._connections.values()]
-        return [each for each in self._open if each.kind is Completed.RECEIVED and each not in begun]
-
-    def _move_until_over(self) -> None:
-        """Receive and send until something is over, which is then still in the cache, or nothing can be moved."""
-        while not self._over and (ready := self._unheld or self.bell.ready()):
-            self._unheld = []
-            for connection in ready:
-                self._move(connection)
-                self._read_on(connection)
-
-    def _read_on(self, connection: Connection) -> None:
-        """Read a connection again if TLS has received more of it already: then nothing rings the bell."""
-        if connection.held is None and not connection.has_ended and connection.pending():
-            self._unheld.append(connection)
-            self.bell.ring()
+        if missed := {transfer.peer for transfer in self._open} & self._faults.keys():
+            self.refuse_unsaid(missed)
 
     def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over or nothing more can be done."""
         try:
+            if connection.has_vanished:
+                raise self._gone(connection.peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s")
             if connection.held is None and not connection.has_ended:
                 self._read(connection)
         except BlockingIOError:
             pass
         except (OSError, PeerLost, ProtocolError) as fault:
-            refuse_foreign(fault)
+            self._fail(connection, fault)
             connection.has_ended = True
-            self._fail(connection.peer, fault)
         self._push(connection)
+        if connection.held is None and not connection.has_ended and connection.pending():
+            self.bell.due.append(connection)  # TLS has received more already
 
     def _push(self, connection: Connection) -> None:
-        """Send what can be sent now, and let the bell ring when there is more to do."""
+        """Send until there is no room, and let the bell ring when there is more to do."""
         try:
-            self._write(connection)
+            while connection.outgoing:
+                self._write(connection)
         except BlockingIOError:
             pass
         except OSError as fault:  # what came before is still to be received
-            refuse_foreign(fault)
-            self._fail(connection.peer, fault)
-        self._watch(connection)
+            self._fail(connection, fault)
+        self.bell.watch(connection)
 
     def _read(self, connection: Connection) -> None:
         """Receive until there is no more, a payload is complete, or no receive is open for the next message."""
@@ -230,7 +200,7 @@ class SocketLink(Link):
                 self.moved_bytes += count
                 connection.received += count
             if (transfer := connection.receiving) is not None:
-                found = checksum(transfer.tag, _view(self._open[transfer]))
+                found = checksum(transfer.tag, self._open[transfer])
                 self._end(transfer, is_damaged=found != connection.checksum)
                 connection.receiving, connection.missing = None, memoryview(connection.head)
                 return
@@ -245,59 +215,51 @@ class SocketLink(Link):
     def _place(self, connection: Connection) -> None:
         """Find the memory for what a head announces."""
         peer = connection.peer
-        sent = f"{self.named(peer)} sent {self.named(self.rank)}"
-        tag, connection.checksum, size = head_of(connection.head, sent, self._tags)
-        transfer = Completion(Completed.RECEIVED, peer, tag)
+        tag, connection.checksum, size = head_of(connection.head, connection.says, self._tags)
         if tag == _FAREWELL:
             lost = connection.checksum - 1
-            self._farewells[peer] = lost if 0 <= lost < self.world_size else None
+            self._faults[peer] = lost if 0 <= lost < self.world_size else peer
             raise self._gone(peer)
-        if transfer not in self._open:
+        transfer = Completion(Completed.RECEIVED, peer, tag)
+        payload = self._open.get(transfer)
+        if payload is None:
             connection.held = tag
-            return
-        memory = self._open[transfer]
-        if size != memory.nbytes:
-            raise self.other_size(peer, tag, size, memory)
-        connection.receiving, connection.missing = transfer, _view(memory)
+        elif size != payload.nbytes:
+            raise self.other_size(peer, tag, size, payload.nbytes)
+        else:
+            connection.receiving, connection.missing = transfer, payload
 
     def _write(self, connection: Connection) -> None:
-        """Send until there is no room."""
-        while connection.outgoing:
-            transfer, parts = connection.outgoing[0], connection.parts
-            if not parts:
-                payload = _view(self._open[transfer])
-                check = checksum(transfer.tag, payload)
-                parts += [memoryview(head(transfer.tag, check, payload.nbytes)), payload]
-                connection.attached = self._attached(transfer)
-            sent = connection.socket.sendmsg(parts, connection.attached)
-            connection.attached = ()
-            self.moved_bytes += sent
-            connection.sent += sent
-            while parts and sent >= parts[0].nbytes:
-                sent -= parts.pop(0).nbytes
-            if parts:
-                parts[0] = parts[0][sent:]
-            else:
-                connection.outgoing.popleft()
-                self._end(transfer)
+        """Send a piece of the first message."""
+        transfer, parts = connection.outgoing[0], connection.parts
+        if not parts:
+            payload = self._open[transfer]
+            check = checksum(transfer.tag, payload)
+            parts += [memoryview(head(transfer.tag, check, payload.nbytes)), payload]
+            connection.attached = self._attached(transfer)
+        sent = connection.socket.sendmsg(parts, connection.attached)
+        connection.attached = ()
+        self.moved_bytes += sent
+        connection.sent += sent
+        while parts and sent >= parts[0].nbytes:
+            sent -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][sent:]
+        else:
+            connection.outgoing.popleft()
+            self._end(transfer)
 
     def _attached(self, transfer: Completion) -> Sequence[tuple[int, int, Any]]:
         """Ancillary data of a message, as `sendmsg` takes it."""
         return ()
 
-    def _fail(self, peer: int, fault: OSError | PeerLost | ProtocolError) -> None:
+    def _fail(self, connection: Connection, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank, and keep its first fault, to be raised."""
         if isinstance(fault, OSError):
-            fault = self._gone(peer, f"the connection with it is lost ({reason_of(fault)})")
-        self._faults.setdefault(peer, fault)
-        connection = self._connections[peer]
+            refuse_foreign(fault)
+            fault = self._gone(connection.peer, f"the connection with it is lost ({reason_of(fault)})")
+        self._faults.setdefault(connection.peer, fault)
         connection.outgoing.clear()
-        self._watch(connection)
-
-    def _end_vanished(self) -> None:
-        for peer in self._vanished & {*self._connections}:
-            self._connections[peer].has_ended = True
-            self._fail(peer, self._gone(peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s"))
 
     def _gone(self, peer: int, why: str = "its connection has ended") -> PeerLost:
         return PeerLost(f"{self.named(peer)} is gone: {why}", do=self.way_on)
@@ -332,10 +294,7 @@ def has_vanished(connection: socket.socket) -> bool:
     """
     if sys.platform != "linux" or connection.family == socket.AF_UNIX:
         return False
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:  # it was closed meanwhile
-        return False
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     missing, silent_ms = _TCP_INFO.unpack(info)
     return bool(missing) and silent_ms > 1000 * VANISHED_SECONDS
 
@@ -357,8 +316,8 @@ def set_options(connection: socket.socket) -> None:
 class Connection:
     """A socket, and the messages that are being sent and received over it."""
 
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        self.peer, self.socket = peer, connection
+    def __init__(self, peer: int, connection: socket.socket, says: str) -> None:
+        self.peer, self.socket, self.says = peer, connection, says  # how errors of its messages begin
         self.pending: Callable[[], int] = getattr(connection, "pending", int)  # bytes that TLS has deciphered
         self.outgoing: deque[Completion] = deque()
         self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
@@ -368,7 +327,7 @@ class Connection:
         self.receiving: Completion | None = None  # whose payload is received
         self.checksum = 0  # that its head announces
         self.held: int | None = None  # the tag of the head, where nobody receives what it announces
-        self.has_ended = False  # nothing is received any more
+        self.has_ended = self.has_vanished = False  # nothing is received any more; its machine answers nothing
         self.received = self.sent = 0  # bytes
         self.events = 0  # that the bell is rung for
         connection.setblocking(False)
@@ -380,13 +339,16 @@ class Connection:
 class _SocketBell(Bell):
     """A bell that connections ring too, while they can be read or written; a thread waits for it under the lock."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock, self._rope_lock, self.has_ended = lock, threading.Lock(), False
+    def __init__(self, lock: threading.Lock, connections: Iterable[Connection]) -> None:
+        self._lock, self._rope_lock = lock, threading.Lock()
+        self.due = [
+            *connections
+        ]  # to be moved though nothing else rings for them; at first all: TLS may have read more
         self._selector = selectors.DefaultSelector()
         self._bell, self._rope = socket.socketpair()
         for end in (self._bell, self._rope):
             end.setblocking(False)
-        self._selector.register(self._bell, EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
 
     def ring(self) -> None:
         with contextlib.suppress(OSError), self._rope_lock:  # it is full of rings, or closed
@@ -394,13 +356,15 @@ class _SocketBell(Bell):
 
     def wait(self, seconds: float | None = None) -> bool:
         with self._lock:
-            is_rung = self.has_ended or bool(self._selector.select(seconds))
+            is_rung = bool(self.due) or self._rope.fileno() < 0 or bool(self._selector.select(seconds))
             with contextlib.suppress(OSError):
                 self._bell.recv(1 << 12)
             return is_rung
 
-    def watch(self, connection: Connection, events: int) -> None:
-        """Let only these events of a connection ring the bell."""
+    def watch(self, connection: Connection) -> None:
+        """Let a connection ring the bell when it can be read or written, if that is to be done."""
+        reads = connection.held is None and not connection.has_ended
+        events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(connection.outgoing)
         if events == connection.events:
             return
         if not events:
@@ -412,18 +376,19 @@ class _SocketBell(Bell):
         connection.events = events
 
     def ready(self) -> list[Connection]:
-        """The connections that can be read or written now."""
+        """The connections that are due, or else those that can be read or written now."""
+        if self.due:
+            due, self.due = [*dict.fromkeys(self.due)], []
+            return due
         return [key.data for key, _ in self._selector.select(0) if key.data is not None]
 
     def end(self) -> None:
         """End the wait that is under way, and each later one at once."""
-        self.has_ended = True
-        self.ring()
+        with self._rope_lock:  # else another thread might ring a file that gets its number
+            self._rope.close()
 
     def close(self) -> None:
-        """Close the selector and the bell's own sockets, under the lock."""
-        with self._rope_lock:
-            self._rope.close()
+        """Close the selector and the bell's own sockets, after `end` and under the lock."""
         self._bell.close()
         self._selector.close()
 
@@ -453,8 +418,3 @@ def _leave_all() -> None:
 if hasattr(os, "register_at_fork"):
     # A forked child that kept them open would hide the end of this process from the other ranks.
     os.register_at_fork(after_in_child=_close_all)
-
-
-def _view(memory: Memory) -> memoryview:
-    """The bytes of memory."""
-    return memory.reshape(-1).view(np.uint8).data if memory.nbytes else memoryview(b"")

@@ -1,18 +1,20 @@
-"""A link between threads of one process: the receiver copies from the sender's memory, once, or reads it there."""
+"""A link between threads of one process: the receiver copies from the sender's memory, once, or reads it there.
+
+A rank that closes does not wait for ranks that read what it has sent or lent. They see that it has closed, and discard
+what they have read.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
 from gradengine.arguments import checked_rank
 from gradengine.exchange.links.link import Completed, Completion, Link, Memory
 from gradengine.threads import Bell
-
-_LOOK_SECONDS = 0.1  # until a rank that closes looks again whether its memory is used
 
 
 def thread_links(world_size: int) -> list[ThreadLink]:
@@ -30,20 +32,35 @@ def thread_links(world_size: int) -> list[ThreadLink]:
         ([Completion(kind=<Completed.RECEIVED: 'received'>, peer=0, tag=7)], array([1., 2.]))
     """
     _, world_size = checked_rank(0, world_size)
-    group = _Group(world_size)
-    return [ThreadLink(group, rank) for rank in range(world_size)]
+    lock = threading.RLock()
+    links: list[ThreadLink] = []
+    for rank in range(world_size):
+        links.append(ThreadLink(links, rank, world_size, lock))
+    return [*links]
 
 
 @final
 class ThreadLink(Link):
-    """One of `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache."""
+    """One of `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache.
+
+    Args:
+        links: The links of all ranks, once they are made.
+        rank: This rank.
+        world_size: Ranks in the group.
+        lock: The group's lock, which is not held while anything is copied.
+    """
 
     name = "threads"
     reads_in_place = True
 
-    def __init__(self, group: _Group, rank: int) -> None:
-        self._group, self.rank, self.world_size = group, rank, len(group.ranks)
-        self.bell = group.ranks[rank].bell
+    def __init__(self, links: list[ThreadLink], rank: int, world_size: int, lock: threading.RLock) -> None:
+        self._links, self.rank, self.world_size, self._lock = links, rank, world_size, lock
+        self.bell, self._polling = Bell(), threading.RLock()  # the second is held while this rank's memory is written
+        self._open: dict[Completion, Memory | None] = {}  # None where memory is to be borrowed
+        self._matched: deque[tuple[int, int]] = deque()  # ranks and tags of receives whose sends are open too
+        self._borrowed: dict[tuple[int, int], Memory] = {}
+        self._over: list[Completion] = []
+        self._left_for = rank  # whom it had lost when it closed, perhaps only itself
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         self._begin(Completion(Completed.SENT, peer, tag), memory)
@@ -55,144 +72,89 @@ class ThreadLink(Link):
         self._begin(Completion(Completed.RECEIVED, peer, tag), None)
 
     def borrowed(self, peer: int, tag: int) -> Memory | None:
-        return self._group.ranks[self.rank].borrowed.get((peer, tag))
+        return self._borrowed.get((peer, tag))
 
     def release(self, peer: int, tag: int) -> None:
-        group, mine = self._group, self._group.ranks[self.rank]
-        with group.lock:
+        with self._lock:
             self.refuse_closed()
-            del mine.borrowed[peer, tag], mine.open[Completion(Completed.RECEIVED, peer, tag)]
-            self._end(peer, Completion(Completed.SENT, self.rank, tag))
-            group.ranks[peer].left.ring()
+            del self._borrowed[peer, tag]
+            self._refuse_lost(peer)
+            del self._open[Completion(Completed.RECEIVED, peer, tag)]
+            self._links[peer]._end(Completion(Completed.SENT, self.rank, tag))
 
     def poll(self) -> list[Completion]:
-        group, mine = self._group, self._group.ranks[self.rank]
-        with group.lock:
-            self.refuse_closed()
-            match = mine.matched.popleft() if mine.matched else None
-            if match is None and not mine.over:
-                self._refuse_lost()
-            if match is not None and match.sink is None:
-                # It stays open until the release: the lender is lost if it closes before.
-                mine.borrowed[match.peer, match.tag] = match.source
-                mine.over.append(Completion(Completed.RECEIVED, match.peer, match.tag))
-            elif match is not None:
-                mine.copying, mine.copier = match, threading.get_ident()
-        if match is not None and match.sink is not None:
-            self._copy(match.peer, match.tag, match.source, match.sink)
-        with group.lock:
-            over, mine.over = mine.over, []
-        return over
+        with self._polling:
+            with self._lock:
+                self.refuse_closed()
+                copy = self._next()
+            if copy is not None:
+                self._copy(*copy)
+        with self._lock:
+            over, self._over = self._over, []
+            if not over:
+                for _, peer, _ in self._open:
+                    self._refuse_lost(peer)
+            return over
 
     def close(self) -> None:
-        group, mine = self._group, self._group.ranks[self.rank]
-        with group.lock:
-            if mine.copier == threading.get_ident():  # this thread's poll was interrupted
-                mine.copying = None
-            if not mine.is_closed:
-                mine.is_closed, mine.lost = True, self.lost
+        with self._lock:
+            if not self.is_closed and self.lost is not None:
+                self._left_for = self.lost
             self.is_closed = True
-            mine.open, mine.matched, mine.borrowed, mine.over = {}, deque(), {}, []
-            for rank in group.ranks:
-                rank.matched = deque(match for match in rank.matched if match.peer != self.rank)
-                rank.bell.ring()
-                rank.left.ring()
-        while group.is_used(self.rank):
-            mine.left.wait(_LOOK_SECONDS)
+            self._open, self._matched, self._borrowed, self._over = {}, deque(), {}, []
+            for link in self._links:
+                link.bell.ring()
+        with self._polling:  # a copy may be under way
+            pass
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
-        group, mine = self._group, self._group.ranks[self.rank]
         kind, peer, tag = transfer
-        other = Completed.RECEIVED if kind is Completed.SENT else Completed.SENT
-        with group.lock:
+        other = self._links[peer]
+        with self._lock:
             self.refuse_closed()
-            mine.open[transfer] = memory
-            # Of another rank the memory is known while its transfer is open: it waits for this one.
-            counterpart, others = Completion(other, self.rank, tag), group.ranks[peer].open
-            if counterpart not in others:
-                if group.ranks[peer].is_closed:
-                    mine.bell.ring()
-                return
-            source, sink = memory, others[counterpart]
-            if kind is Completed.RECEIVED:
-                source, sink = sink, source
-            assert source is not None  # noqa: S101  (a send has memory)
-            receiver, sender = (peer, self.rank) if kind is Completed.SENT else (self.rank, peer)
-            group.ranks[receiver].matched.append(_Match(sender, tag, source, sink))
-            group.ranks[receiver].bell.ring()
+            self._open[transfer] = memory
+            if other.is_closed:
+                self.bell.ring()
+            elif kind is Completed.RECEIVED and Completion(Completed.SENT, self.rank, tag) in other._open:
+                self._match(peer, tag)
+            elif kind is Completed.SENT and Completion(Completed.RECEIVED, self.rank, tag) in other._open:
+                other._match(self.rank, tag)
+
+    def _match(self, sender: int, tag: int) -> None:
+        self._matched.append((sender, tag))
+        self.bell.ring()
+
+    def _next(self) -> tuple[int, int, Memory, Memory] | None:
+        """The rank, tag, source and sink of what is to be copied next; lets it be borrowed if that was asked for."""
+        if not self._matched:
+            return None
+        peer, tag = self._matched.popleft()
+        transfer = Completion(Completed.RECEIVED, peer, tag)
+        source, sink = self._links[peer]._open.get(Completion(Completed.SENT, self.rank, tag)), self._open[transfer]
+        if source is not None and sink is not None:
+            return peer, tag, source, sink
+        if source is not None:  # else its rank has closed
+            # It stays open until the release: the lender is lost if it closes before.
+            self._borrowed[peer, tag] = source
+            self._over.append(transfer)
+        return None
 
     def _copy(self, peer: int, tag: int, source: Memory, sink: Memory) -> None:
-        group, is_copied = self._group, False
-        try:
-            if source.nbytes != sink.nbytes:
-                raise self.other_size(peer, tag, source.nbytes, sink)
-            np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
-            is_copied = True
-        finally:
-            with group.lock:
-                group.ranks[self.rank].copying = None
-                for rank in (self.rank, peer):
-                    group.ranks[rank].left.ring()
-                if is_copied:
-                    self._end(self.rank, Completion(Completed.RECEIVED, peer, tag))
-                    self._end(peer, Completion(Completed.SENT, self.rank, tag))
+        if source.nbytes != sink.nbytes:
+            raise self.other_size(peer, tag, source.nbytes, sink.nbytes)
+        np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
+        with self._lock:
+            if not self._links[peer].is_closed:  # else the source may have been overwritten meanwhile
+                self._end(Completion(Completed.RECEIVED, peer, tag))
+                self._links[peer]._end(Completion(Completed.SENT, self.rank, tag))
 
-    def _end(self, number: int, transfer: Completion) -> None:
-        rank = self._group.ranks[number]
-        if not rank.is_closed:
-            rank.over.append(transfer)
-            del rank.open[transfer]  # last: if this is interrupted, the other rank is to see that this one closes
-            if number != self.rank:
-                rank.bell.ring()
+    def _end(self, transfer: Completion) -> None:
+        if not self.is_closed:
+            self._over.append(transfer)
+            del self._open[transfer]  # last: if this is interrupted, the other rank is to see that this one closes
+            self.bell.ring()
 
-    def _refuse_lost(self) -> None:
-        ranks = self._group.ranks
-        for _, peer, _ in ranks[self.rank].open:
-            if ranks[peer].is_closed:
-                raise self.lost_by(peer, ranks[peer].lost)
-
-
-class _Match(NamedTuple):
-    """A matching send and receive, to be carried out by the receiver."""
-
-    peer: int  # the sender
-    tag: int
-    source: Memory
-    sink: Memory | None  # None where the source is borrowed
-
-
-@final
-class _Rank:
-    """The shared data of one rank."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-        self.lost: int | None = None  # whom it had lost when it closed
-        self.open: dict[Completion, Memory | None] = {}  # its transfers that are not over
-        self.matched: deque[_Match] = deque()  # the receives among them that it can make
-        self.borrowed: dict[tuple[int, int], Memory] = {}  # what it reads of other ranks, by rank and tag
-        self.copying: _Match | None = None  # what it copies of another rank now
-        self.copier = 0  # the number of the thread that does, or did last
-        self.over: list[Completion] = []
-        self.bell, self.left = Bell(), Bell()  # the second one is rung when its memory is used no more
-
-    def reads(self) -> set[int]:
-        """The ranks whose memory this one reads now."""
-        lenders = {peer for peer, _ in self.borrowed}
-        return lenders if self.copying is None else {*lenders, self.copying.peer}
-
-
-@final
-class _Group:
-    """The ranks, under one lock that is not held while anything is copied."""
-
-    def __init__(self, world_size: int) -> None:
-        self.lock = threading.RLock()
-        self.ranks = [_Rank() for _ in range(world_size)]
-
-    def is_used(self, number: int) -> bool:
-        """Whether a rank's memory is read or written now."""
-        with self.lock:
-            is_written = self.ranks[number].copying is not None
-            read = [rank.reads() for rank in self.ranks]
-        return is_written or any(number in each for each in read)
+    def _refuse_lost(self, peer: int) -> None:
+        """Raise `PeerLost` if a rank has closed its link."""
+        if self._links[peer].is_closed:
+            raise self.lost_by(peer, self._links[peer]._left_for)
