@@ -371,6 +371,24 @@ def test_who_is_late_for_a_gather_is_named_and_the_others_hear_whom_it_is_about(
     close(exchanges)
 
 
+@pytest.mark.parametrize("links", SOCKET_LINKS)
+def test_ranks_in_different_calls_are_told_so_before_the_deadline(links):
+    now = [0.0]
+
+    def clock():
+        now[0] += 2.0 if links_made[0].held() else 0.0
+        return now[0]
+
+    links_made = LINKS[links](2)
+    exchanges = [Exchange(links_made[0], clock=clock, timeout=1e6), Exchange(links_made[1], timeout=1e6)]
+    workers = bound(exchanges, SMALL, contributions(SMALL, 2))
+    sums, barrier = outcomes(lambda worker: [worker.exchange.barrier, worker.sum][worker.exchange.rank == 0](), workers)
+    assert str(sums).startswith("rank 1 is in another call than rank 0: it tells something: expected the part of share")
+    assert isinstance(barrier, PeerLost)
+    assert now[0] < 100
+    close(exchanges)
+
+
 def test_starting_a_span_does_not_fail_where_a_rank_is_gone():
     """Gradients are added then: they are kept, and `wait` says what is wrong."""
     exchanges = exchanges_of(2)

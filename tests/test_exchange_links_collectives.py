@@ -85,10 +85,10 @@ def test_a_message_waits_until_it_is_received_and_needs_no_other_round_then():
         return link.poll()
 
     assert on_all(work, [first, second]) == [[Completion(Completed.SENT, 1, 7)], []]
-    assert second.held() == [7]
+    assert second.held() == {0: 7}
     second.receive(0, 7, memory)
     assert second.poll() == [Completion(Completed.RECEIVED, 0, 7)]
-    assert (memory.tolist(), second.held()) == ([1.0, 2.0], [])
+    assert (memory.tolist(), second.held()) == ([1.0, 2.0], {})
 
 
 def test_another_size_is_named():

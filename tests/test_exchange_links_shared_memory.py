@@ -148,7 +148,7 @@ def test_what_nobody_receives_is_held_however_it_came_before(stranger, ways):
     memory, sink = shared(np.ones(2, np.float32)), np.zeros(2, np.float32)
     for is_lent in ways:
         show(theirs, memory, lent(7, 0, 8) if is_lent else message(7, memory.tobytes()))
-        while link.held() != [7]:
+        while [*link.held().values()] != [7]:
             assert link.poll() == []
         assert not sink.any()
         link.receive(1, 7, sink)

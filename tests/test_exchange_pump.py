@@ -281,6 +281,23 @@ def test_what_has_come_is_read_before_the_clock_counts():
     assert Pump(link, clock=clock).gather(b"mine", 60.0) == [b"mine", b"theirs"]
 
 
+def test_bytes_that_leave_the_systems_buffers_put_off_the_deadline():
+    """As over a slow network: all has been sent here, and the other rank has received only some of it."""
+    (link, other), left = thread_links(2), [9]
+
+    def clock(now=[0.0]):  # noqa: B006  (it goes on from look to look)
+        now[0] += 50.0
+        if not left[0]:
+            for transfer in Gather(1, 2, b"theirs").transfers():
+                (other.send if isinstance(transfer, Send) else other.receive)(*transfer)
+            other.poll()
+        left[0] -= left[0] > 0
+        return now[0]
+
+    link.queued_bytes = lambda: left[0]
+    assert Pump(link, clock=clock).gather(b"mine", 60.0) == [b"mine", b"theirs"]
+
+
 def test_without_room_for_a_thread_the_caller_moves_all_while_it_waits(monkeypatch):
     parts = random_parts(SMALL, 2, [1])
     ranks = ranks_of(parts, SMALL)

@@ -86,11 +86,11 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
     last = max(hello.step for hello in hellos)
     for rank, hello in enumerate(hellos):
         if hello.step != last:
-            do = f"load a checkpoint of step {last} there, or one checkpoint on all ranks, then join again"
+            do = f"load a checkpoint of step {last} there, or one on all ranks; or give each run its own job="
             raise HandshakeRefused(f"rank {rank} is at another step", got=hello.step, expected=last, do=do)
     for rank, hello in enumerate(hellos):
         if hello.holds_sums:
-            what = f"the window of step {last} is lost: rank {rank} holds sums of it, and not all ranks do"
+            what = f"the window of step {last} is lost: rank {rank} holds sums of it"
             raise HandshakeRefused(what, do="discard() the window on every rank, reconnect, and accumulate it again")
 
 

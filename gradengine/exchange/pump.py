@@ -122,7 +122,7 @@ class Pump(NotCopied, instead="make one for each link"):
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None  # what has ended this pump, its closing too
-        self.moved_at, self._moved_bytes = clock(), 0
+        self.moved_at, self._moved_bytes, self._queued = clock(), 0, 0
         self._idle = Idle(link)
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does, -1 while one starts
 
@@ -282,7 +282,7 @@ class Pump(NotCopied, instead="make one for each link"):
             transfers: list[Transfer | Copy] = [] if gather is None else [*gather.transfers()]
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
             # But if another rank has begun it, its gather waits after its parts.
-            if sums is not None and (sums.started or not all(map(is_of_gather, self._link.held()))):
+            if sums is not None and (sums.started or not all(map(is_of_gather, self._link.held().values()))):
                 transfers += sums.transfers()
             work = gather or sums
             if work is not None and work.is_done:
@@ -347,12 +347,25 @@ class Pump(NotCopied, instead="make one for each link"):
                     return
                 self.refuse_failed()
                 waited = patience.waited(self.moved_at)
-                patience.look(waited, self._link, late)
+                if waited > _PAUSE_SECONDS:
+                    self._look_closer(work)
+                    patience.look(waited, self._link, late)
                 was_late, is_late = is_late, waited > seconds and waited > seconds + late().grace
                 if was_late and is_late:
                     raise self._too_late(late(), seconds)
             # Before it gives up it sees what has come meanwhile.
             self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
+
+    def _look_closer(self, work: OrderedAllReduce | Gather) -> None:
+        """Count bytes that leave the system's buffers as progress; raise if what is missing cannot come any more."""
+        if (queued := self._link.queued_bytes()) != self._queued:
+            self.moved_at, self._queued = self._clock(), queued
+        late = work.awaited if isinstance(work, OrderedAllReduce) else None
+        # What a rank had sent before its gather has been received.
+        if late is not None and is_of_gather(self._link.held().get(late.peer, 0)):
+            what = f"{self._link.named(late.peer)} is in another call than rank {self._link.rank}: it tells something"
+            expected = f"{late.what} in step {self._sums.step}"
+            raise ExchangeError(what, expected=expected, do="make the same calls in the same order on all ranks")
 
     def _too_late(self, late: Late, seconds: float) -> DeadlineExceeded:
         self._link.lost, self._link.has_failed = late.ranks[0], True

@@ -251,7 +251,7 @@ class Hub(Pump, instead="make one for each group"):
 
         Nothing is received for a gather or step that no rank has begun, so that a rank may leave before it.
         """
-        held = [is_of_gather(tag) for tag in self.ranks.held()]
+        held = [is_of_gather(tag) for tag in self.ranks.held().values()]
         self._is_gathering = self._is_gathering or True in held
         self._is_in_step = self._is_in_step or (False in held and self._all_reduce is not None)
         transfers: list[Transfer | Copy] = [*self._gathered.transfers()] if self._is_gathering else []

@@ -47,6 +47,7 @@ class Schedule:
         self.first_failures = []  # of each rank that had joined
         self.started, self.holders = set(), set()  # ranks and steps: with a span that was started, and with sums
         self.suspects = set()  # the ranks at the faults of which others hear at once
+        self.sleepers = set()  # the ranks that stand still until all others have given up
 
     def run(self):
         """Run to the end; raises `Wrong` if that is not as it must be."""
@@ -120,7 +121,8 @@ class Schedule:
         self.ranks[rank].process.slowness = 100.0
 
     def _sleep(self, rank):
-        seconds = self.random.choice([0.1, 0.5, 2.5])
+        seconds = self.random.choice([0.1, 0.5, 2.5, 5.0])
+        self.sleepers |= {rank} if seconds == 5.0 else set()  # longer than any rank waits
         self.note("fault", f"rank {rank} sleeps for {seconds} s")
         self.ranks[rank].process.sleeps_until = self.clock.now + seconds
 
@@ -215,7 +217,18 @@ class Schedule:
 
     def _check_names(self):
         """After one fault of which others hear at once, a rank that says why it leaves names who was at fault."""
-        if self.happened > 1 or not self.suspects:
+        if self.happened > 1:
+            return
+        for rank, error in self.first_failures:
+            # Whoever has closed amid a message cannot say for whom.
+            is_cut_off = "its connection has ended" in str(error)
+            if (
+                self.sleepers - {rank}
+                and not is_cut_off
+                and not any(f"rank {each}" in str(error) for each in self.sleepers)
+            ):
+                raise Wrong(f"ranks {sorted(self.sleepers)} stood still, and rank {rank} says: {error}")
+        if not self.suspects:
             return
         for rank, error in self.first_failures:
             is_named = any(re.search(rf"\b{each}\b", str(error)) for each in self.suspects)

@@ -68,8 +68,8 @@ class CollectiveLink(Link):
         over, self._over = [*self._over], deque()
         return over
 
-    def held(self) -> list[int]:
-        return [tag for _, tag in self._arrived]
+    def held(self) -> dict[int, int]:
+        return dict(self._arrived.keys())
 
     def close(self) -> None:
         self.is_closed = True
@@ -96,7 +96,7 @@ class CollectiveLink(Link):
             self._arrived[peer, tag] = message
             return
         if memory.nbytes != message.size:
-            raise self.other_size(peer, tag, message.size, memory)
+            raise self.other_size(peer, tag, message.size, memory.nbytes)
         _bytes(memory)[:] = message
         self._over.append(Completion(Completed.RECEIVED, peer, tag))
 

@@ -139,9 +139,13 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         """Whether the receiver may borrow what is sent from this memory; with None, whether from any memory."""
         return self.reads_in_place
 
-    def held(self) -> list[int]:
-        """The tags of messages that have arrived but are not received yet: later messages of their ranks wait."""
-        return []
+    def held(self) -> dict[int, int]:
+        """By rank the tag of a message that has arrived and is not received yet: later messages of that rank wait."""
+        return {}
+
+    def queued_bytes(self) -> int:
+        """Bytes that the system has taken and the other ranks have not, where that can be seen; else 0."""
+        return 0
 
     @abstractmethod
     def poll(self) -> list[Completion]:

@@ -66,8 +66,8 @@ class SharedMemoryLink(SocketLink):
     def lends(self, memory: Memory | None) -> bool:
         return memory is not None and place_of(memory) is not None
 
-    def held(self) -> list[int]:
-        return [tag % _LENT for tag in super().held()]
+    def held(self) -> dict[int, int]:
+        return {peer: tag % _LENT for peer, tag in super().held().items()}
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         place = place_of(memory)

@@ -96,8 +96,19 @@ class SocketLink(Link):
                 self._refuse_lost()
             return over
 
-    def held(self) -> list[int]:
-        return [each.held for each in self._connections.values() if each.held is not None]
+    def held(self) -> dict[int, int]:
+        return {peer: each.held for peer, each in self._connections.items() if each.held is not None}
+
+    def queued_bytes(self) -> int:
+        queued = 0
+        if sys.platform == "linux":
+            import fcntl  # noqa: PLC0415  (Windows has none)
+            import termios  # noqa: PLC0415
+
+            with contextlib.suppress(OSError, ValueError):  # another thread closes the link
+                for connection in [*self._connections.values()]:
+                    queued += int.from_bytes(fcntl.ioctl(connection.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return queued
 
     def lose_vanished(self) -> None:
         with contextlib.suppress(OSError):  # another thread closes the link
@@ -118,7 +129,7 @@ class SocketLink(Link):
 
     def refuse_unsaid(self, missed: Collection[int] = ()) -> None:
         """Raise for a rank that is gone: one of `missed`, one that has not said so, or one that left for another."""
-        said = {peer: fault for peer, fault in self._faults.items() if isinstance(fault, int)}
+        said = self._said()
         if gone := [peer for peer in self._faults if peer in missed or said.get(peer) != peer]:
             # The one that was lost first, if none says another: some may have closed for that amid a message.
             peer = min(gone, key=lambda peer: said.get(peer, peer) == peer)
@@ -159,8 +170,14 @@ class SocketLink(Link):
 
     def _refuse_lost(self) -> None:
         """Raise for a rank whose transfers will never be over, once all that it had sent before was received."""
-        if missed := {transfer.peer for transfer in self._open} & self._faults.keys():
+        missed = {transfer.peer for transfer in self._open} & self._faults.keys()
+        # A rank that has left for another one ends the group also where nothing more was to come from it.
+        if missed or (self._open and any(fault != peer for peer, fault in self._said().items())):
             self.refuse_unsaid(missed)
+
+    def _said(self) -> dict[int, int]:
+        """By rank that has closed its link, the rank that it says it has lost, perhaps itself."""
+        return {peer: fault for peer, fault in self._faults.items() if isinstance(fault, int)}
 
     def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over or nothing more can be done."""

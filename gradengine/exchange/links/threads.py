@@ -94,6 +94,10 @@ class ThreadLink(Link):
             if not over:
                 for _, peer, _ in self._open:
                     self._refuse_lost(peer)
+                # A rank that has left for another one ends the group also where nothing more was to come from it.
+                for link in self._links if self._open else ():
+                    if link._left_for != link.rank:
+                        self._refuse_lost(link.rank)
             return over
 
     def close(self) -> None:
