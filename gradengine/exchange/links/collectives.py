@@ -10,7 +10,6 @@ A rank that does not come, or that has closed its link, is found at the collecti
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -49,7 +48,7 @@ class CollectiveLink(Link):
         self._outgoing: list[list[tuple[int, Memory]]] = [[] for _ in range(world_size)]
         self._open: dict[tuple[int, int], Memory] = {}  # receives, by rank and tag
         self._arrived: dict[tuple[int, int], Bytes] = {}  # messages that nobody receives yet
-        self._over: deque[Completion] = deque()
+        self._over: list[Completion] = []
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         self.refuse_closed()
@@ -65,7 +64,7 @@ class CollectiveLink(Link):
         self.refuse_closed()
         if not self._over and (self._open or any(self._outgoing)):
             self._make_round()
-        over, self._over = [*self._over], deque()
+        over, self._over = self._over, []
         return over
 
     def held(self) -> dict[int, int]:
