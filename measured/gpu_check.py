@@ -123,7 +123,7 @@ def plan(found: Preflight, *, small: bool = False) -> Plan:
         [measuring("loop", "a GPT's whole step by four loops", 60, small=small, needs=(TORCH,))],
         [benchmark("small", "small models; gradients that are None", 60, "step-few", "step-many", "half-none")],
         [benchmark("host", "the host's time for a call", 60, "host", "step-call")],
-        [benchmark("more", "the rest of the kernels", 90, "window", "clip", "hand-back-bf16", "lora")],
+        [benchmark("more", "the rest of the kernels", 120, "window", "clip", "hand-back-bf16", "lora")],
         # From here on: what the first ten minutes do without.
         [measuring("counters", "what ncu counts in each kernel", 90, small=small)],
         [benchmark("fp32-odd", "sizes no multiple of 8, at odd addresses", 55, "step", *parts, *hand_back, *odd)],
