@@ -25,7 +25,6 @@ try:
     from gradengine.exchange import (
         Exchange,
         GradientServer,
-        WorkerClient,
         connect,
         connect_if_launched,
         local_group,
@@ -65,7 +64,6 @@ __all__ = [
     "StepResult",
     "TensorParallelConfig",
     "TensorParallelCost",
-    "WorkerClient",
     "__version__",
     "clip_by_global_norm",
     "clip_gradients_fused",

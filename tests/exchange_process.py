@@ -6,7 +6,7 @@ import threading
 
 from transports import LARGE, Worker, contributions
 
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, connect
 from gradengine.exchange.addresses import LINKS
 
 
@@ -21,7 +21,7 @@ def main(role, address, rank, world_size, spans):
         server = GradientServer(world_size, (host, int(port)), bucket_bytes=1000)
         print(server.url.removeprefix("tcp://"), flush=True)
     else:
-        stay(WorkerClient((host, int(port)), rank, world_size), part, spans)
+        stay(connect(f"tcp://{address}", rank, world_size, served=True), part, spans)
     threading.Event().wait()
 
 

@@ -177,10 +177,12 @@ def no_table(v):
 
 
 def reached(host):
-    ge.WorkerClient((host, 1), 0, 1, join_timeout=0.01).bind(LAYOUT, floats(LAYOUT.arena_size))
+    ge.connect(f"tcp://{host}:1" if type(host) is str else host, 0, 1, served=True, join_timeout=0.01).bind(
+        LAYOUT, floats(LAYOUT.arena_size)
+    )
 
 
-FREE, NEVER = "tcp://127.0.0.1:0", ("127.0.0.1", 1)
+FREE = "tcp://127.0.0.1:0"
 CONFIG = ge.TensorParallelConfig(0, 2, 8, 8, 4, 2)
 SHARD, STATE = ge.RowParallelShard(4, 4, 0, 2), functools.partial(ge.FusedClipState, [3])
 GIGABIT, COST = ge.Bandwidth.gigabits(1), ge.TensorParallelCost(4, 2, 4, 2)
@@ -230,7 +232,6 @@ VARIED = {
     "GradientServer": (
         closing(ge.GradientServer), [1], {}, "0 1 secret job join_timeout bucket_bytes max_arena_bytes",
     ),
-    "WorkerClient": (closing(ge.WorkerClient), [NEVER, 0, 1], {}, "0 1 secret join_timeout"),
 }  # fmt: skip
 
 
@@ -299,7 +300,7 @@ CALLS = dict(varied()) | {
     "connect(host)": closing(lambda v: ge.connect(f"tcp://{v}:0" if type(v) is str else v, 0, 1)),
     "GradientServer(host)": closing(lambda v: ge.GradientServer(1, (v, 0))),
     "GradientServer(port)": closing(lambda v: ge.GradientServer(1, ("127.0.0.1", v))),
-    "WorkerClient(host)": reached,
+    "connect(served host)": reached,
 }
 
 

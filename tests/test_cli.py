@@ -19,7 +19,7 @@ from transports import SOON, bound, contributions, on_all
 from typer.testing import CliRunner
 
 import gradengine
-from gradengine import GradientEngine, GradientLayout, GradientServer, WorkerClient
+from gradengine import GradientEngine, GradientLayout, GradientServer, connect
 from gradengine.__main__ import main
 from gradengine.commands.cli import app
 from gradengine.commands.serve import table
@@ -312,7 +312,7 @@ def sums_of_two(url, secret=None, job=""):
     sums = [None, None]
 
     def work(rank):
-        with WorkerClient(address_of(url), rank, 2, secret=secret, job=job, join_timeout=SOON) as exchange:
+        with connect(url, rank, 2, served=True, secret=secret, job=job, join_timeout=SOON) as exchange:
             engine = GradientEngine(LAYOUT, max_norm=None, exchange=exchange)
             engine.add({"w": np.full(3, rank + 1, np.float32)})
             sums[rank] = engine.step().gradients["w"].tolist()
@@ -332,7 +332,7 @@ def test_serve_sums_until_its_workers_have_gone_and_says_who_is_refused(tmp_path
     )
     for options in ({"secret": SECRET, "job": "run 2"}, {"secret": "another secret of all ranks", "job": "run 1"}):
         with pytest.raises(HandshakeRefused):
-            WorkerClient(address_of(url), 1, 2, **options).bind(LAYOUT, ARENA)
+            connect(url, 1, 2, served=True, **options).bind(LAYOUT, ARENA)
     assert sums_of_two(url, SECRET, job="run 1") == [[1.5] * 3] * 2
     told = process.communicate(timeout=2 * SOON)[1]
     assert process.returncode == 0, told
@@ -351,10 +351,9 @@ def test_serve_takes_its_secret_from_the_environment_and_its_job_from_its_first_
 WORKER = """
 import os, sys
 import numpy as np
-from gradengine import GradientEngine, GradientLayout, WorkerClient
+from gradengine import GradientEngine, GradientLayout, connect
 
-host, port = sys.argv[1].removeprefix("tcp://").split(":")
-exchange = WorkerClient((host, int(port)), int(sys.argv[2]), 2)
+exchange = connect(sys.argv[1], int(sys.argv[2]), 2, served=True)
 engine = GradientEngine(GradientLayout.of({"w": (3,)}), max_norm=None, exchange=exchange)
 engine.add({"w": np.ones(3, np.float32)})
 engine.step()
@@ -388,7 +387,7 @@ def test_the_table_of_serve_has_each_workers_traffic_and_the_step():
 
     with GradientServer(2) as server:
         assert shown() == "waiting for 2 workers\n"
-        exchanges = [WorkerClient(server.address, rank, 2) for rank in range(2)]
+        exchanges = [connect(server.url, rank, 2, served=True) for rank in range(2)]
         workers = bound(exchanges, LAYOUT, contributions(LAYOUT, 2))
         on_all(lambda worker: worker.sum() and None, workers)
         on_all(lambda worker: worker.exchange.barrier(), workers)

@@ -18,7 +18,7 @@ from gradengine import (
     local_group,
 )
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
-from gradengine.exchange import GradientServer, WorkerClient
+from gradengine.exchange import GradientServer
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
 
@@ -148,7 +148,6 @@ SHARED = {
     "a PerBlockGradientAccumulator": lambda: PerBlockGradientAccumulator(GradientLayout.of([(2,)])),
     "a BlockGradientSet": lambda: BlockGradientSet(GradientLayout.transformer(1, 4, 2, 8, 16).blocks[0]),
     "an Exchange": lambda: local_group(1)[0],
-    "a WorkerClient": lambda: WorkerClient(("127.0.0.1", 1), 1, 2),
     "a GradientServer": closed_server,
     "a FusedClipState": lambda: FusedClipState([2]),
     "a StepResult": stepped,

@@ -29,7 +29,7 @@ from transports import (
 
 from gradengine import GradientEngine
 from gradengine.errors import CallerError, HandshakeRefused
-from gradengine.exchange import GradientServer, WorkerClient, connect, connect_if_launched, mesh
+from gradengine.exchange import GradientServer, connect, connect_if_launched, mesh
 from gradengine.exchange.addresses import Listener, address_of, connect_once, own_host
 from gradengine.exchange.handshake import MAX_JOB_CHARACTERS
 from gradengine.exchange.launchers import (
@@ -327,7 +327,7 @@ def test_a_server_outside_takes_its_first_rank_s_job(environment, around, monkey
             launched(
                 environment,
                 {"SLURM_JOB_ID": job},
-                lambda rank=rank: WorkerClient(server.address, rank, 2, join_timeout=SOON),
+                lambda rank=rank: connect(server.url, rank, 2, served=True, join_timeout=SOON),
             )
             for rank, job in ((0, "7"), (1, "8"), (1, "7"))
         )

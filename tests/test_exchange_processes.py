@@ -15,7 +15,7 @@ import pytest
 from transports import LARGE, SOON, Worker, contributions, free_port, on_all, outcomes, rank_order_sum, shared
 
 from gradengine.errors import CallerError, DeadlineExceeded, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, connect
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 WORLD = 3
@@ -79,7 +79,7 @@ def with_a_process(link, folder, spans):
         if link == "worker":
             server = stack.enter_context(GradientServer(WORLD, bucket_bytes=1000))
             address = "{}:{}".format(*server.address)
-            exchanges = [WorkerClient(server.address, rank, WORLD, **options) for rank in range(2)]
+            exchanges = [connect(server.url, rank, WORLD, served=True, **options) for rank in range(2)]
         else:
             address = f"tcp://127.0.0.1:{free_port()}" if link == "tcp" else f"unix://{folder}/s"
             exchanges = [connect(address, rank, WORLD, link=link, bucket_bytes=4, **options) for rank in range(2)]
@@ -143,7 +143,7 @@ def test_a_rank_that_is_stopped_in_a_step_is_named_at_the_deadline_and_another_p
 def test_a_lost_server_is_an_error_on_all_workers(how):
     with process("server", "127.0.0.1:0", 0, 0) as running:
         host, _, port = running.stdout.readline().strip().rpartition(":")
-        exchanges = [WorkerClient((host, int(port)), rank, WORLD, timeout=SOON) for rank in range(WORLD)]
+        exchanges = [connect(f"tcp://{host}:{port}", rank, WORLD, served=True, timeout=SOON) for rank in range(WORLD)]
         clocks = [Clock() for _ in exchanges]
         for exchange, clock in zip(exchanges, clocks, strict=True):
             exchange._clock, clock.exchange, clock.late = clock, exchange, WORLD

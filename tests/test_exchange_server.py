@@ -25,7 +25,7 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, connect
 from gradengine.exchange import server as hub
 from gradengine.exchange import server as server_module
 
@@ -35,7 +35,7 @@ EMPTY = np.zeros(SMALL.arena_size, np.float32)
 
 def clients(server, world_size, **options):
     options = {"timeout": SOON, "join_timeout": SOON} | options
-    return [WorkerClient(server.address, rank, world_size, **options) for rank in range(world_size)]
+    return [connect(server.url, rank, world_size, served=True, **options) for rank in range(world_size)]
 
 
 def step_of_all(server, world_size, **options):
@@ -52,7 +52,7 @@ def step_of_all(server, world_size, **options):
 
 @pytest.mark.parametrize("job", [7, b"run", "x" * 257, "two\nlines", "\x1b[31m", "\ud800"], ids=repr)
 def test_what_is_no_name_of_a_job_is_refused(job):
-    for make in (lambda: GradientServer(2, job=job), lambda: WorkerClient(("127.0.0.1", 1), 1, 2, job=job)):
+    for make in (lambda: GradientServer(2, job=job), lambda: connect("tcp://127.0.0.1:1", 1, 2, served=True, job=job)):
         with pytest.raises(CallerError, match="this is not a valid job name"):
             make()
     assert not package_threads()
@@ -79,7 +79,7 @@ def test_what_a_server_cannot_be_made_with_is_refused(options, says):
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_rank_out_of_range(rank, world_size):
     with pytest.raises(CallerError, match="out of range"):
-        WorkerClient(("127.0.0.1", 1), rank, world_size)
+        connect("tcp://127.0.0.1:1", rank, world_size, served=True)
 
 
 def test_workers_connect_to_its_url_wherever_it_listens(tmp_path):
@@ -121,13 +121,14 @@ def test_a_lost_group_comes_again_and_its_failure_is_told():
         for span in SMALL.spans:
             workers[0].exchange.start(span)
         workers[1].exchange.close()
-        joining = threading.Thread(target=workers[1].bind, args=[WorkerClient(server.address, 1, 2, join_timeout=SOON)])
+        again = connect(server.url, 1, 2, served=True, join_timeout=SOON)
+        joining = threading.Thread(target=workers[1].bind, args=[again])
         joining.start()
         with pytest.raises(PeerLost, match="rank 1 is gone or late"):
             workers[0].exchange.wait()
         with pytest.raises(PeerLost, match="rank 1 is gone: it has closed its link"):
             server.serve()
-        workers[0].bind(WorkerClient(server.address, 0, 2, join_timeout=SOON))
+        workers[0].bind(connect(server.url, 0, 2, served=True, join_timeout=SOON))
         joining.join(SOON)
         on_all(Worker.sum, workers)
         on_all(leave_together, workers)
@@ -158,7 +159,7 @@ def test_serve_raises_where_nobody_comes_and_the_server_waits_on():
 def test_a_rank_that_comes_to_a_group_that_is_there_says_that_one_is_served_at_a_time():
     with GradientServer(1) as server:
         [worker] = bound(clients(server, 1), SMALL, [EMPTY])
-        late = Worker(WorkerClient(server.address, 0, 1, join_timeout=0.1), SMALL, EMPTY)
+        late = Worker(connect(server.url, 0, 1, served=True, join_timeout=0.1), SMALL, EMPTY)
         with pytest.raises(PeerLost, match=r"rank 0 could not connect to the server .*serves one group at a time"):
             late.bind()
         worker.exchange.close()

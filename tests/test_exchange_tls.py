@@ -26,7 +26,7 @@ from transports import (
 )
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect, mesh
+from gradengine.exchange import GradientServer, connect, mesh
 from gradengine.exchange.addresses import Listener, connect_once
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.launchers import secret_in
@@ -67,7 +67,7 @@ def test_connect_and_a_server_take_a_folder_or_the_environments(folders, monkeyp
         if is_served:
             server = stack.enter_context(GradientServer(2, tls=folder))
             monkeypatch.setenv("GRADENGINE_TLS", folder)
-            exchanges = [WorkerClient(server.address, 0, 2), connect(server.url, 1, 2, served=True)]
+            exchanges = [connect(server.url, rank, 2, served=True) for rank in range(2)]
         else:
             options |= {"bucket_bytes": 1 << 18}
             first = connect("tcp://127.0.0.1:0", 0, 2, tls=folder, link="tcp", **options)

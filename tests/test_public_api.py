@@ -77,7 +77,6 @@ OLD = {
         lambda: gradengine.connect(*ONE, token="x"),
         lambda: gradengine.connect_if_launched(token="x"),
         lambda: gradengine.GradientServer(1, token="x"),
-        lambda: gradengine.WorkerClient(("127.0.0.1", 9), 0, 1, token="x"),
     ],
     "sum": [lambda: gradengine.GradientEngine(LAYOUT, average="sum")],
     "pass": [

@@ -15,7 +15,7 @@ import threading
 import numpy as np
 
 from gradengine.arrays.shared import place_of, shared_array
-from gradengine.exchange import GradientServer, WorkerClient, connect, local_group
+from gradengine.exchange import GradientServer, connect, local_group
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
@@ -173,7 +173,7 @@ def _exchanges(stack, transport, world_size, secret, options):
         stack.callback(server.close)
         worker_options = {name: value for name, value in options.items() if name != "bucket_bytes"}
         return [
-            WorkerClient(server.address, rank, world_size, secret=secret, **worker_options)
+            connect(server.url, rank, world_size, served=True, secret=secret, **worker_options)
             for rank in range(world_size)
         ]
     url = "tcp://127.0.0.1:0"

@@ -99,7 +99,7 @@ from typing import Any
 from gradengine.arguments import checked_seconds, truth_value
 from gradengine.errors import CallerError, refuses_renamed
 from gradengine.exchange.addresses import MPI_URL, address_of
-from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, WorkerClient, local_group
+from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, local_group
 from gradengine.exchange.launchers import ADDRESS, job_or_launchers, joining, launcher_of, read_ports
 from gradengine.exchange.links.collectives import COLLECTIVES, link_over_mpi
 from gradengine.exchange.links.link import Link
@@ -110,7 +110,7 @@ from gradengine.exchange.server import GradientServer
 from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.torch_group import device_calls_of, link_over_torch, meeting_by_torch
 
-__all__ = ["Exchange", "GradientServer", "WorkerClient", "connect", "connect_if_launched", "local_group"]
+__all__ = ["Exchange", "GradientServer", "connect", "connect_if_launched", "local_group"]
 
 
 @refuses_renamed
@@ -194,23 +194,21 @@ def connect(
     seconds, calls = checked_seconds("join_timeout", join_timeout), None
     group: Link | Meeting
     given = {"rank": rank, "world_size": world_size, "secret": secret, "job": job, "served": served or None}
-    is_over_mpi = str(os.environ.get(ADDRESS) if url is None else url) == MPI_URL
     if process_group is not None and communicator is not None:
         raise CallerError("connect takes a process_group or a communicator, and was given both", do="give one of them")
-    if link == COLLECTIVES and (process_group is not None or communicator is not None or is_over_mpi):
+    address = str(os.environ.get(ADDRESS) if url is None else url)
+    is_over_mpi = communicator is not None or (process_group is None and address == MPI_URL)
+    if link == COLLECTIVES and (process_group is not None or is_over_mpi):
         _refuse_given(f'link="{COLLECTIVES}"', {**given, "tls": tls, "ports": ports})
         limit = checked_seconds("timeout", timeout)
-        if process_group is not None:
-            url, group = None, link_over_torch(process_group, limit)
-        else:
-            url, group = MPI_URL, link_over_mpi(communicator, limit)
+        group = link_over_mpi(communicator, limit) if is_over_mpi else link_over_torch(process_group, limit)
     elif process_group is not None:
         _refuse_given("process_group", {"url": url, **given})
         group = meeting_by_torch(process_group, seconds, **options)
-    elif communicator is not None or is_over_mpi:
+    elif is_over_mpi:
         way, at = (f'url="{MPI_URL}"', {}) if communicator is None else ("communicator", {"url": url})
         _refuse_given(way, {**at, **given, "link": link, "tls": tls, "ports": ports})
-        url, group = MPI_URL, MpiLink(communicator, timeout=seconds)
+        group = MpiLink(communicator, timeout=seconds)
     else:
         if served and url is None and not os.environ.get(ADDRESS):
             raise CallerError("served=True needs the server's address", do=f"pass its url, or set {ADDRESS} to it")
@@ -221,7 +219,7 @@ def connect(
         if process_group is not None and certificates is None:  # NCCL sends the gradients in plain
             calls = device_calls_of(process_group)
         settings: Any = {"timeout": timeout, "join_timeout": join_timeout, "bucket_bytes": bucket_bytes}
-        return Exchange(group, url=url, device_calls=calls, **settings)
+        return Exchange(group, url=MPI_URL if is_over_mpi else None, device_calls=calls, **settings)
     except BaseException:
         group.close()  # the caller has no reference to it; this tells the other ranks
         raise

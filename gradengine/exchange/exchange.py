@@ -13,18 +13,15 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, TypeVar, final
 
 from gradengine.arguments import checked_seconds, whole_number
-from gradengine.errors import CallerError, ExchangeError, Fixed, NotCopied, PeerLost, WindowError, refuses_renamed
-from gradengine.exchange.addresses import Address
+from gradengine.errors import CallerError, ExchangeError, Fixed, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import gathered, packed, refuse_long_part
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
-from gradengine.exchange.launchers import job_or_launchers
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, OrderedAllReduce, refuse_bad_arena
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
-from gradengine.exchange.tls import certificates_of
 from gradengine.exchange.torch_group import DeviceCalls
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
@@ -54,6 +51,7 @@ class Sums(NamedTuple):
     waited: float
 
 
+@final
 class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="make one in each process, by connect()"):
     """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
 
@@ -338,40 +336,6 @@ class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="ma
             tables = pump.gather(table if len(table) <= MAX_SMALL_PAYLOAD else b"", self._join_timeout, "joining")
         refuse_differing(hellos, tables)
         return hellos
-
-
-@final
-class WorkerClient(Exchange):
-    """The exchange of a worker whose group has a `GradientServer`.
-
-    Args:
-        address: The server's address: (host, port), or the path of a Unix socket.
-        rank: This worker's rank, 0..world_size - 1.
-        world_size: Workers in the group.
-        secret: The group's secret.
-        job: As for `connect`, like timeout, join_timeout and tls.
-
-    Raises:
-        CallerError: The rank is out of range, the job's name is too long or not printable, or a file of TLS cannot be
-            used.
-    """
-
-    @refuses_renamed
-    def __init__(
-        self,
-        address: Address,
-        rank: int,
-        world_size: int,
-        *,
-        secret: str | None = None,
-        job: str | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        join_timeout: float = DEFAULT_JOIN_TIMEOUT,
-        tls: str | os.PathLike[str] | None = None,
-    ) -> None:
-        job, certificates = job_or_launchers(job), certificates_of(tls)
-        meeting = Meeting(address, rank, world_size, secret=secret, job=job, is_served=True, tls=certificates)
-        super().__init__(meeting, timeout=timeout, join_timeout=join_timeout)
 
 
 def local_group(

@@ -149,8 +149,19 @@ class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"],
     # ---- its thread ----
 
     def _run(self) -> None:
+        """Serve one group after another, and keep for `serve` how each ended."""
+        size, secret, tls = self._world_size, self._secret, self._tls
         while not self._is_closing:
-            self._ended.append(fault := self._serve_one())
+            fault: BaseException | None = None
+            try:
+                meeting = Meeting(self._listener, size, size, secret=secret, job=self._job, is_served=True, tls=tls)
+                link = meeting.link(self._join_timeout, gives_up=self._gives_up)
+                self._hub = Hub(link, self._timeout, self._bucket_bytes, self._most_bytes, time.monotonic)
+                self._hub.serve(lambda: self._is_closing)
+            except BaseException as failure:  # noqa: BLE001  (raised in `serve`, on another thread)
+                fault = failure
+            self._hub = None
+            self._ended.append(fault)
             if fault is not None:
                 time.sleep(RETRY_SECONDS)  # the next group may fail at once too, for lack of descriptors perhaps
 
@@ -159,20 +170,6 @@ class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"],
         if self._is_closing:
             raise PeerLost("the server was closed", do="reconnect on all ranks")
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout
-
-    def _serve_one(self) -> BaseException | None:
-        """Serve one group; returns its error if it fails."""
-        size, secret, tls = self._world_size, self._secret, self._tls
-        try:
-            meeting = Meeting(self._listener, size, size, secret=secret, job=self._job, is_served=True, tls=tls)
-            link = meeting.link(self._join_timeout, gives_up=self._gives_up)
-            self._hub = Hub(link, self._timeout, self._bucket_bytes, self._most_bytes, time.monotonic)
-            self._hub.serve(lambda: self._is_closing)
-        except BaseException as fault:  # noqa: BLE001  (raised in `serve`, on another thread)
-            return fault
-        finally:
-            self._hub = None
-        return None
 
 
 @final

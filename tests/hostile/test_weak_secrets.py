@@ -5,7 +5,7 @@ from channel import Channel, knock
 from test_exchange_mesh import Started
 
 from gradengine.errors import CallerError, HandshakeRefused, PeerLost
-from gradengine.exchange import GradientServer, WorkerClient, connect
+from gradengine.exchange import GradientServer, connect
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.launchers import read_secret
 from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encoded
@@ -15,7 +15,7 @@ USES = {
     "rank 0": lambda secret: connect("tcp://127.0.0.1:0", 0, 2, secret=secret),
     "rank 1": lambda secret: connect("tcp://127.0.0.1:9", 1, 2, secret=secret),
     "server": lambda secret: GradientServer(2, ("0.0.0.0", 0), secret=secret),
-    "worker": lambda secret: WorkerClient(("127.0.0.1", 9), 1, 2, secret=secret),
+    "worker": lambda secret: connect("tcp://127.0.0.1:9", 1, 2, served=True, secret=secret),
     "environment": lambda secret: read_secret({"GRADENGINE_SECRET": secret}),
 }
 

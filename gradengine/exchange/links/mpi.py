@@ -26,7 +26,7 @@ _TESTS = 20  # in a poll, until something is over: one test moves a piece of a l
 _CANCEL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to raise errors of their own
 _POLL_SECONDS = 0.001
-_LOOKS = 2000  # at a collective without a pause, before a rank looks each millisecond
+_LOOKS = 2000  # at a request without a pause, before a rank looks each millisecond
 
 
 @final
@@ -83,10 +83,6 @@ class MpiLink(Link):
             if not self.is_closed:
                 self.is_closed = True
                 self._leave()
-
-    def see_others_end(self) -> Any:
-        """A request that is over when all ranks have reached their exit."""
-        return self._ours.Ibarrier()
 
     def _begin(self, call: Any, transfer: Completion, memory: Memory) -> None:
         with self._lock:
@@ -174,15 +170,10 @@ def finish(request: Any, timeout: float, rank: int) -> None:
     Raises:
         PeerLost: Not all ranks take part in time.
     """
-    looks, deadline = 0, time.monotonic() + timeout
-    while not request.Test():
-        looks += 1
-        if looks > _LOOKS:
-            time.sleep(_POLL_SECONDS)
-        if time.monotonic() > deadline:
-            _held.append(request)
-            what = f"not all ranks take part in a round with rank {rank}"
-            raise PeerLost(what, got=f"nothing for {timeout:g} s", do=MpiLink.way_on)
+    if not _is_over(request, time.monotonic() + timeout):
+        _held.append(request)
+        what = f"not all ranks take part in a round with rank {rank}"
+        raise PeerLost(what, got=f"nothing for {timeout:g} s", do=MpiLink.way_on)
 
 
 def _mpi() -> Any:
@@ -203,10 +194,13 @@ def _mpi() -> Any:
 
 def _is_over(request: Any, deadline: float) -> bool:
     """Whether a request is over before the deadline."""
+    looks = 0
     while not request.Test():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_SECONDS)
+        looks += 1
+        if looks > _LOOKS:
+            time.sleep(_POLL_SECONDS)
     return True
 
 
@@ -225,8 +219,8 @@ def _end() -> None:
         link.close()
     try:
         if not _held and not any(link.has_failed for link in _links):
-            for end in [link.see_others_end() for link in _links]:
-                _is_over(end, math.inf)
+            for others_end in [link._ours.Ibarrier() for link in _links]:
+                _is_over(others_end, math.inf)
             return
     except mpi.Exception:  # of a library that notices when a rank dies
         pass

@@ -358,9 +358,8 @@ class _SocketBell(Bell):
 
     def __init__(self, lock: threading.Lock, connections: Iterable[Connection]) -> None:
         self._lock, self._rope_lock = lock, threading.Lock()
-        self.due = [
-            *connections
-        ]  # to be moved though nothing else rings for them; at first all: TLS may have read more
+        # To be moved though nothing else rings for them. At first these are all: TLS may have read more.
+        self.due = [*connections]
         self._selector = selectors.DefaultSelector()
         self._bell, self._rope = socket.socketpair()
         for end in (self._bell, self._rope):
