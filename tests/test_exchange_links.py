@@ -21,7 +21,7 @@ from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, share
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange import wire
 from gradengine.exchange.links import sockets, threads
-from gradengine.exchange.links.link import Completed, Idle
+from gradengine.exchange.links.link import Completed
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.links.threads import thread_links
 
@@ -281,20 +281,18 @@ def test_who_closes_does_not_wait_for_those_who_have_not_begun_to_read(borrowing
 
 def test_who_rests_is_woken_by_what_the_other_rank_does(links):
     first, second = links(2)
-    idle, reports = Idle(second), []
-    for _ in range(3):
-        idle.rest(is_woken=False)  # for milliseconds only, as who waits for something else besides
+    reports = []
     second.receive(0, 1, np.zeros(1))
     assert second.poll() == []
     sender = threading.Thread(target=lambda: (first.send(1, 1, np.ones(1)), until(1, first)))
     sender.start()
     while not reports:
-        idle.rest()
+        second.bell.wait()
         reports += second.poll()
     assert reports == [(RECEIVED, 0, 1)]
     sender.join(60)
     threading.Thread(target=first.close).start()
-    idle.rest()
+    second.bell.wait()
     second.receive(0, 2, np.zeros(1))
     with pytest.raises(PeerLost):
         until(1, second)

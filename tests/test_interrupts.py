@@ -392,7 +392,7 @@ class TestOneRankAlone:
             user.add(micro_batch(exchange.rank, 0, 0), 0)
             if exchange.rank == 0:
                 with (
-                    patch.object(exchange._pump._idle, "rest", side_effect=kind("of a handler")),
+                    patch.object(exchange._pump._link.bell, "wait", side_effect=kind("of a handler")),
                     pytest.raises(kind, match="of a handler"),
                 ):
                     user.engine.step()

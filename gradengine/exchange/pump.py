@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, NotCopied, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
-from gradengine.exchange.links.link import Borrow, Completed, Completion, Idle, Link, Receive, Send, Transfer
+from gradengine.exchange.links.link import Borrow, Completed, Completion, Link, Receive, Send, Transfer
 from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.threads import Bell
@@ -33,6 +33,8 @@ _PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
 # Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
 # waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather.
 _GRACE_SECONDS = 1.0
+# What rings no bell is looked at without a pause first, then each 5 ms.
+_SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005
 
 
 class Late(NamedTuple):
@@ -123,7 +125,7 @@ class Pump(NotCopied, instead="make one for each link"):
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None  # what has ended this pump, its closing too
         self.moved_at, self._moved_bytes, self._queued = clock(), 0, 0
-        self._idle = Idle(link)
+        self._active_at = time.monotonic()  # when a transfer was over: more may follow soon
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does, -1 while one starts
 
     def run(self, all_reduce: OrderedAllReduce, arena: DeviceArena | None = None) -> None:
@@ -235,10 +237,15 @@ class Pump(NotCopied, instead="make one for each link"):
                 self._news.ring()
 
     def _turn_or_rest(self, longest: float | None = None) -> None:
+        """Make a turn; if nothing was to do wait for the link's bell, or a moment for what rings no bell."""
         if self._turn():
-            self._idle.moved()
-        else:
-            self._idle.rest(longest, is_woken=self._arena is None or not self._arena.is_copying)
+            self._active_at = time.monotonic()
+            return
+        if self._link.is_polled or (self._arena is not None and self._arena.is_copying):
+            idle = time.monotonic() - self._active_at
+            most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
+            longest = most if longest is None else min(longest, most)
+        self._link.bell.wait(longest)
 
     @property
     def _has_work(self) -> bool:

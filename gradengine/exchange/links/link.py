@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
@@ -15,8 +14,6 @@ from gradengine.threads import Bell
 
 VANISHED_SECONDS = 20.0  # after which a machine that answers nothing is given up
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
-
-_SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005  # a link without a bell: polled without a pause first, then each 5 ms
 
 
 class Completed(Enum):
@@ -205,26 +202,3 @@ def refuse_foreign(fault: BaseException) -> None:
     """Raise an `OSError` without a number again: the system's have one, and a signal handler has raised this one."""
     if isinstance(fault, OSError) and fault.errno is None:
         raise fault
-
-
-@final
-class Idle:
-    """Pauses between the polls of a link: until its bell rings, or for a few milliseconds if it has none."""
-
-    def __init__(self, link: Link) -> None:
-        self._link, self._moved_at = link, time.monotonic()
-
-    def rest(self, longest: float | None = None, *, is_woken: bool = True) -> None:
-        """Return when the link's bell rings, or after `longest` seconds; without a limit perhaps never.
-
-        `is_woken` is False if the caller also waits for something that rings no bell.
-        """
-        if self._link.is_polled or not is_woken:
-            idle = time.monotonic() - self._moved_at
-            most = 0.0 if idle < _SPIN_SECONDS else min(idle / 4, _LONGEST_SECONDS)
-            longest = most if longest is None else min(longest, most)
-        self._link.bell.wait(longest)
-
-    def moved(self) -> None:
-        """Note that a transfer was over: more may follow soon."""
-        self._moved_at = time.monotonic()
