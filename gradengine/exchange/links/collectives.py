@@ -111,13 +111,14 @@ def link_over_mpi(communicator: Any, timeout: float) -> CollectiveLink:
         DeviceUnavailable, CallerError, PeerLost: As `MpiLink`.
     """
     mpi, ours = own_communicator(communicator, timeout)
+    late = f"not all ranks take part in a round with rank {ours.rank}"
 
     def all_to_all(sent: Sequence[Bytes]) -> Sequence[Bytes]:
         sizes, counts = np.array([each.size for each in sent], np.int64), np.empty(ours.size, np.int64)
-        finish(ours.Ialltoall(sizes, counts), timeout, ours.rank)
+        finish(ours.Ialltoall(sizes, counts), timeout, late)
         data, received = np.concatenate(sent), np.empty(int(counts.sum()), np.uint8)
         given = [data, sizes.tolist(), mpi.BYTE], [received, counts.tolist(), mpi.BYTE]
-        finish(ours.Ialltoallv(*given), timeout, ours.rank)
+        finish(ours.Ialltoallv(*given), timeout, late)
         return np.split(received, np.cumsum(counts)[:-1])
 
     return CollectiveLink(ours.rank, ours.size, all_to_all, MpiLink.way_on)

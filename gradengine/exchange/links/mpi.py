@@ -156,23 +156,21 @@ def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
         what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
         raise PeerLost(what, do=MpiLink.way_on)
     ours, request = theirs.Idup()
-    if not _is_over(request, time.monotonic() + timeout):
-        _held.append(request)
-        do = "make the link on every rank of the communicator"
-        raise PeerLost(f"not all ranks make a link with rank {theirs.rank}", got=f"nothing for {timeout:g} s", do=do)
+    finish(request, timeout, f"not all ranks make a link with rank {theirs.rank}")
     ours.Set_errhandler(mpi.ERRORS_RETURN)
     return mpi, ours
 
 
-def finish(request: Any, timeout: float, rank: int) -> None:
+def finish(request: Any, timeout: float, what: str) -> None:
     """Wait for a nonblocking collective; if it takes longer than `timeout`, the job is aborted as this process ends.
+
+    `what` is the error then.
 
     Raises:
         PeerLost: Not all ranks take part in time.
     """
     if not _is_over(request, time.monotonic() + timeout):
         _held.append(request)
-        what = f"not all ranks take part in a round with rank {rank}"
         raise PeerLost(what, got=f"nothing for {timeout:g} s", do=MpiLink.way_on)
 
 
