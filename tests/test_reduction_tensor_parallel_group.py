@@ -170,9 +170,8 @@ poison = st.tuples(st.integers(0, 2), st.sampled_from([math.nan, math.inf, -math
 all_poisons = st.dictionaries(st.sampled_from(NAMES), poison, min_size=1, max_size=2)
 
 
-UNREADABLE = [[], 7, "text", [None] * 4, ["nope", 0, 1.0, None], [["norm"], 0, 1.0, 0]]
-UNREADABLE += [["norm", *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"])]
-UNREADABLE += [["norm", *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"])]
+UNREADABLE = [[], 7, "text", [None] * 4, *([position, 0, 1.0, None] for position in (-1, len(SIZES), "norm", True))]
+UNREADABLE += [[0, *rest] for rest in (["x", 1.0, None], [0, "x", 0], [0, 1.0, "x"], [0, 1.0], [0, 1.0, 0, 0])]
 
 
 class TestNonFinite:
@@ -229,7 +228,7 @@ class TestNonFinite:
         group = TensorParallelGroup(PerBlockGradientAccumulator(layout_of(0, 2)))
         group.exchange, group.is_alone = types.SimpleNamespace(world_size=2, tell=tell), False
         with pytest.raises(ProtocolError, match="rank 1"):
-            group.tell_non_finite(None, 3)
+            group.first_found(None, 3)
 
 
 class TestRefused:

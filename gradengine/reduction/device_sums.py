@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.arrays.buffer import Buffer
 from gradengine.errors import PeerLost
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
@@ -72,9 +71,8 @@ class DeviceSums:
             self._make_told()
         self._behind: Any = None  # an event after the calls that the arena's other work is not ordered after
         self._failure: PeerLost | None = None
-        self._is_under_way = False  # some of this step's calls were made, and not all
         self._queue(self._gather)  # so that NCCL comes up now, and not in the first step, or within a capture
-        self._is_under_way = False
+        self._is_under_way = False  # some of this step's calls were made, and not all
 
     def start(self, spans: Sequence[Span]) -> None:
         """These spans hold all that this rank contributes. Within the arena's order; what fails, `finish` raises."""
@@ -140,18 +138,15 @@ class DeviceSums:
 
     def _make_rounds(self, shares: Sequence[Share]) -> None:
         """Allocate memory for the parts that are received, and prepare all rounds."""
-        device, accumulator, rank = self._device, self._accumulator, self._rank
+        device, memory, rank = self._device, self._accumulator.memory, self._rank
         mine = [share for share in shares if share.owner == rank]
         width = -(-max([share.size for share in mine], default=0) // ALIGNMENT) * ALIGNMENT
         self._parts = device.allocate(self._ranks * width)
-        memory = accumulator.memory
         self._owned = self._kernels.arena([memory.part(share.start, share.stop) for share in mine])
         spans = {share.number: Span.at([position]) for position, share in enumerate(mine)}
         self._kernels.prepare(self._owned, [*spans.values()])
-        self._spare = device.allocate(1 + self._ranks)
-        arena, parts, spare = (
-            self._calls.tensor(device.array(each, (each.size,))) for each in (memory, self._parts, self._spare)
-        )
+        buffers = memory, self._parts, device.allocate(1 + self._ranks)
+        arena, parts, spare = (self._calls.tensor(device.array(each, (each.size,))) for each in buffers)
         # Where there is nothing to move one element goes from nowhere to nowhere: NCCLs differ in what is empty.
         ranks, starts = range(self._ranks), [r * width for r in range(self._ranks)]
         nothing, nowhere = spare[:1], [spare[1 + r : 2 + r] for r in ranks]
@@ -159,20 +154,16 @@ class DeviceSums:
         for group in rounds_of(shares):
             theirs = {share.owner: arena[share.start : share.stop] for share in group}
             own = next((share for share in group if share.owner == rank), None)
-            mine = theirs.get(rank, nothing)
             rows = nowhere if own is None else [parts[start : start + own.size] for start in starts]
-            self._rounds[group[0].number] = _Round(
-                parts=[theirs.get(r, nothing) for r in ranks],
-                rows=rows,
-                fold=None if own is None else self._fold(spans[own.number], starts, own.size),
-                own=[nothing if r == rank else mine for r in ranks],
-                sums=[nowhere[r] if r == rank else theirs.get(r, nowhere[r]) for r in ranks],
-            )
+            fold = None if own is None else self._fold(spans[own.number], starts, own.size)
+            sent = [nothing if r == rank else theirs.get(rank, nothing) for r in ranks]
+            sums = [nowhere[r] if r == rank else theirs.get(r, nowhere[r]) for r in ranks]
+            number = group[0].number
+            self._rounds[number] = _Round([theirs.get(r, nothing) for r in ranks], rows, fold, sent, sums)
 
     def _fold(self, slots: Span, starts: Sequence[int], size: int) -> FoldPass:
-        rows: list[list[Buffer | None]] = [[self._parts.part(start, start + size)] for start in starts]
-        contributions = [Contribution.of(slots, row) for row in rows]
-        return FoldPass(slots, np.ones(1, np.bool_), contributions, [np.float32(1)] * len(rows))
+        rows = [Contribution.of(slots, [self._parts.part(start, start + size)]) for start in starts]
+        return FoldPass(slots, np.ones(1, np.bool_), rows, [np.float32(1)] * len(rows))
 
     def _make_told(self) -> None:
         """Allocate this rank's row of facts, and memory for all ranks' rows."""

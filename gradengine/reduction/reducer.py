@@ -23,10 +23,9 @@ from gradengine.exchange.gather import gathered, packed
 from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
-from gradengine.layout import GradientLayout
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
-from gradengine.reduction.stats import Place, StepStats, TensorParallelGroup, agree
+from gradengine.reduction.stats import Finding, Place, StepStats, TensorParallelGroup, agree
 from gradengine.threads import cached_property
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
@@ -89,9 +88,11 @@ class Reducer:
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
         self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
-        self._layout: GradientLayout = accumulator.layout
-        self._kernels, self._state = accumulator.kernels, accumulator.state
+        self._layout, self._kernels, self._state = accumulator.layout, accumulator.kernels, accumulator.state
         self._is_on_host = self._kernels.device.name == "cpu"
+        partials = accumulator.arena.partials
+        # The places of the host's squared sums of chunks, which a device cuts otherwise.
+        self._host_partials = partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
         self.agreed: StepStats | None = None
         self.sums: Sums | None = None
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
@@ -133,7 +134,8 @@ class Reducer:
 
     def _join(self, exchange: Exchange) -> None:
         self._leave_device()
-        settings = {**self._settings, "tensor-parallel group": self.parts.described}
+        parts = "none" if self.parts.exchange is None else f"{self.parts.exchange.world_size} ranks"
+        settings = {**self._settings, "tensor-parallel group": parts}
         by_calls = not self._is_on_host and self._layout.tp_size == 1
         with self._accumulator.arena.in_order():
             exchange.bind(
@@ -196,13 +198,13 @@ class Reducer:
         elif self.on_device is not None:
             stats = self._agree_on_device(self.on_device, scale)
         else:
-            stats = self._agree(Place(self.step, *scale))
+            stats = self._agree_on_host(Place(self.step, *scale))
         self._state.enter(Event.AGREE)
         if self.on_device is None and not stats.micro_batches:
             self.begin(self.step + 1)  # as all ranks do
-            what, do = "step without a micro-batch on any worker", "add() gradients first; all go on with the next step"
             got = f"0 micro-batches on each of {self.worker[1]} workers"
-            raise WindowError(what, got=got, expected="at least 1 on one of them", do=do)
+            do = "add() gradients first; all go on with the next step"
+            raise WindowError("step without a micro-batch on any worker", got=got, expected="at least 1", do=do)
         self.agreed = None if is_alone else stats
         return stats
 
@@ -216,8 +218,10 @@ class Reducer:
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
         """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
-        found = self.parts.tell_non_finite(self._first_found(bad), self.step)
-        return found or NonFiniteGradient(self._layout.slots[bad[0]].name, 0, math.nan, step=self.step)
+        found = self.parts.first_found(self._first_found(bad), self.step)
+        (position, index, value, rank), tp_rank = found or ((bad[0], 0, math.nan, None), None)
+        name = self._layout.slots[position].name
+        return NonFiniteGradient(name, index, value, step=self.step, rank=rank, tp_rank=tp_rank)
 
     def fail(self) -> None:
         """Keep the window after an exchange failed: it takes no more, and the step can be run again."""
@@ -280,16 +284,17 @@ class Reducer:
 
     # ---- inside ----
 
-    def _agree(self, place: Place) -> StepStats:
-        others = None if self.is_only_worker else self.workers
-        if others is None:
+    def _agree_on_host(self, place: Place) -> StepStats:
+        if self.is_only_worker or self.workers is None:
             self._accumulator.measure_rest()
-        else:
-            self.start(self._layout.spans, in_background=False)
-            self.sums = others.wait()
+            self._state.enter(Event.SEND)
+            return self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena)), place)
+        self.start(self._layout.spans, in_background=False)
+        self.sums = self.workers.wait()
         self._state.enter(Event.SEND)
-        stats = self.parts.agree(self._stats(self._totals()), place)
-        return stats if others is None else agree(others, stats, place)
+        # The exchange has measured the sums, the same on all devices: a device rounds in another order than a host.
+        totals = self._host_partials.totals_of(self.sums.squares)
+        return agree(self.workers, self.parts.agree(self._stats(totals), place), place)
 
     def _agree_on_device(self, sums: DeviceSums, scale: tuple[float, int]) -> StepStats:
         accumulator = self._accumulator
@@ -314,23 +319,21 @@ class Reducer:
             self.on_device.leave()
             self.on_device = None
 
-    def _first_found(self, suspects: Sequence[int]) -> NonFiniteGradient | None:
+    def _first_found(self, suspects: Sequence[int]) -> Finding | None:
         for bad in () if self.sums is None else self.sums.bad:
-            for slot in self._layout.slots:
+            for position, slot in enumerate(self._layout.slots):
                 if slot.offset <= bad.index < slot.stop:  # else it is in padding, which is no gradient
-                    index = bad.index - slot.offset
-                    return NonFiniteGradient(slot.name, index, bad.value, step=self.step, rank=bad.rank)
+                    return position, bad.index - slot.offset, bad.value, bad.rank
         for position in suspects:
             with self._accumulator.arena.in_order():
                 found = self._kernels.first_non_finite(self._accumulator.arena.targets[position])
             if found is not None:
-                return NonFiniteGradient(self._layout.slots[position].name, *found, step=self.step)
+                return position, *found, None
         return None
 
     def _stats(self, totals: Float64) -> StepStats:
         accumulator = self._accumulator
-        count = accumulator.accumulated_count
-        return StepStats(accumulator.total_weight, count, totals, accumulator.unused, min(count, 1))
+        return StepStats(accumulator.total_weight, accumulator.accumulated_count, totals, accumulator.unused)
 
     def _to_mean(self, span: Span) -> None:
         """Turn the span's sum into this worker's mean, only once in a step."""
@@ -342,21 +345,6 @@ class Reducer:
             if factor != 1:
                 self._kernels.scale(targets, factor, targets)
             self._means.add(span.key)
-
-    def _totals(self) -> Float64:
-        """The squared sum of each component, from the exchange if it has measured the sums, else measured here.
-
-        The exchange's are the same on all devices; a device rounds in another order than a host.
-        """
-        if self.sums is None:
-            return self._kernels.totals(self._accumulator.arena)
-        return self._host_partials.totals_of(self.sums.squares)
-
-    @cached_property
-    def _host_partials(self) -> PartialSums:
-        """The places of the host's squared sums of chunks, which a device cuts otherwise."""
-        partials = self._accumulator.arena.partials
-        return partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
 
 
 def refuse_other_worker(whose: Worker | None, here: Worker) -> None:
