@@ -19,7 +19,7 @@ from ranks import on_grid, on_ranks
 
 from gradengine import GradientEngine, TensorParallelConfig, connect
 from gradengine.errors import CallerError, ExchangeError, PeerLost
-from gradengine.exchange import mesh, torch_group
+from gradengine.exchange import addresses, torch_group
 from gradengine.exchange.links.link import Completed
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
@@ -274,7 +274,7 @@ def reconnects():
 def meets(link=None, host=None):
     """How ranks are linked that meet by a process group of torch, and where; with a host as if each were on its own."""
     if host:
-        torch_group.this_host = mesh.this_host = lambda: str(GROUP.rank)
+        torch_group.this_host = addresses.this_host = lambda: str(GROUP.rank)
         torch_group._host_of_gloo = lambda: host
     with GROUP.connect(link=link) as exchange:
         GradientEngine(LAYOUT, exchange=exchange)

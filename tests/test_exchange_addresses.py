@@ -70,6 +70,7 @@ def test_this_host_is_the_same_for_processes_with_one_loopback_user_and_files(mo
     if sys.platform == "linux":
         monkeypatch.setattr(addresses.os, "readlink", lambda path: path)
         found.add(this_host())
+        monkeypatch.setattr(addresses, "Path", lambda _: Path("/nowhere"))
         monkeypatch.setattr(addresses.sys, "platform", "darwin")
         found.add(this_host())
         assert len(found) == 4

@@ -28,7 +28,6 @@ from gradengine.exchange.wire import (
     Moved,
     Nonce,
     Proof,
-    Refused,
     announced,
     checksum,
     decoded,
@@ -42,8 +41,7 @@ NONCE, PROOF = bytes(range(32)), bytes(range(100, 132))
 KINDS = get_args(Message)
 _MESSAGES = [
     *(Hello(1, 4, "job", NONCE), Nonce(NONCE), Proof(PROOF), Listening("tcp://127.0.0.1:5000", "a host")),
-    *(Members(NONCE[:16], "tcp", ["unix:///a", "tcp://[::1]:5"]), Refused("no"), Abort("PeerLost", "rank 1 left")),
-    Moved("unix:///s"),
+    *(Members(NONCE[:16], "tcp", ["unix:///a", "tcp://[::1]:5"]), Moved("unix:///s"), Abort("PeerLost", "rank 1 left")),
 ]
 _FRAMES = """
 93ce02000000cf0fc1268452121a1fc60000002d96a24745050104a36a6f62c420000102030405060708090a0b0c0d0e0f10111213141516
@@ -58,11 +56,9 @@ _FRAMES = """
 93ce02000004cfa6442a76e31433dfc60000003093c410000102030405060708090a0b0c0d0e0fa374637092a9756e69783a2f2f2f61ad74
 63703a2f2f5b3a3a315d3a35
 
-93ce02000005cfbe96c30a9b8c20bcc60000000491a26e6f
+93ce02000005cf17595a89edbf54cac60000000b91a9756e69783a2f2f2f73
 
 93ce02000006cff1c0683f486a5384c60000001692a8506565724c6f7374ab72616e6b2031206c656674
-
-93ce02000007cf06a528cb5546dd72c60000000b91a9756e69783a2f2f2f73
 """
 LITERAL = [(message, bytes.fromhex(text)) for message, text in zip(_MESSAGES, _FRAMES.split("\n\n"), strict=True)]
 every_kind = pytest.mark.parametrize(("message", "frame"), LITERAL, ids=[kind.__name__ for kind in KINDS])
@@ -116,14 +112,13 @@ messages = st.one_of(
     st.builds(Listening, st.text(max_size=40), st.text(max_size=40)),
     st.builds(Moved, st.text(max_size=40)),
     st.builds(Members, st.binary(max_size=16), st.text(max_size=40), urls),
-    st.builds(Refused, st.text(max_size=40)),
     st.builds(Abort, st.text(max_size=40), st.text(max_size=40)),
 )
 
 
 @given(messages)
 @example(Listening("x" * 4091, ""))  # the longest
-@example(Refused("x" * (2**16 - 4)))
+@example(Abort("", "x" * (2**16 - 5)))
 @example(Members(b"", "", ["x" * 9] * 100_000))
 def test_what_was_encoded_is_decoded(message):
     found = read(encoded(message))
@@ -140,7 +135,7 @@ def test_a_head_is_read_as_it_was_written(tag, check, size):
 
 
 def test_a_text_that_has_no_utf_8_is_sent_without_it():
-    assert read(encoded(Refused("a\ud800"))) == Refused("a?")
+    assert read(encoded(Abort("", "a\ud800"))) == Abort("", "a?")
 
 
 # ---- what is hostile ----
@@ -163,7 +158,7 @@ def test_every_flipped_byte_is_refused_or_makes_the_frame_longer(message, frame)
 
 @every_kind
 def test_a_payload_beyond_its_kinds_limit_is_refused_by_its_head(message, frame):
-    most = {Refused: 1 << 16, Abort: 1 << 16, Members: 1 << 20}.get(type(message), 4096)
+    most = {Abort: 1 << 16, Members: 1 << 20}.get(type(message), 4096)
     assert announced(claim(message, most), "a rank") == (type(message), 0, most)
     for size in (most + 1, (1 << 32) - 1):
         with pytest.raises(ProtocolError, match="too long"):

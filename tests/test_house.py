@@ -55,7 +55,12 @@ def modules():
 def imports(path):
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            # What is imported from a package may be one of its modules.
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {each if each.removeprefix("gradengine.") in ORDER else node.module for each in inner}
+    return names
 
 
 CORE = [(name, path) for name, path in modules() if name.split(".")[0] not in FREE]

@@ -337,7 +337,7 @@ PART, OTHER_PART = ([*ONE, [rank, 2, ["row"]]] for rank in (0, 1))
         (
             [MANY, NAMES],
             [[[n, [2], None] for n in NAMES], NAMES],
-            [*(f"row {i}: here 'w{i}' (1,), there 'w{i}' (2,)" for i in range(3)), "and 17 more rows"],
+            [*(f"row {i}: here 'w{i}' (1,), there 'w{i}' (2,)" for i in range(3)), "and 17 more"],
         ),
         (
             [MANY, NAMES],

@@ -27,7 +27,8 @@ Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path o
 MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no secret is needed
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
-MOST_PATH_BYTES = 100 if sys.platform == "linux" else 96  # of a Unix socket; 7 more of the one that it has first
+# A rank's path is up to 5 bytes longer than rank 0's, and begins with 7 more.
+MOST_PATH_BYTES = 95 if sys.platform == "linux" else 91
 RETRY_SECONDS = 0.05
 _BACKLOG = 128
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is on rank 0's host)
@@ -98,15 +99,13 @@ def this_host() -> str:
     """An identifier, the same for processes of one user that see one loopback and the same files.
 
     It is a hash of Linux' boot id, network and mount namespaces, elsewhere of the host's name; and of the user. Without
-    /proc it is another one at each call.
+    /proc, on Linux, it is another one at each call.
     """
-    place = [socket.gethostname()]
-    if sys.platform == "linux":
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-            place = [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt"))]
-        except OSError:
-            place = [secrets.token_hex()]
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        place = [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt"))]
+    except OSError:
+        place = [secrets.token_hex() if sys.platform == "linux" else socket.gethostname()]
     # Windows has no user's id, and is refused by name later.
     return hashlib.sha256(repr([*place, getattr(os, "geteuid", int)()]).encode()).hexdigest()
 
@@ -169,19 +168,10 @@ def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> lis
     return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
 
 
-def refuse_out_of_reach(urls: list[str]) -> None:
-    """Raise `HandshakeRefused` if some ranks, not all, called from loopback: other machines cannot reach them."""
-    hosts = {rank: address[0] for rank, url in enumerate(urls, 1) if not isinstance(address := address_told(url), str)}
-    near = [rank for rank, host in hosts.items() if is_loopback(host)]
-    far = [rank for rank, host in hosts.items() if rank not in near and host not in _EVERYWHERE]
-    if near and far:
-        what = f"rank {far[0]} cannot reach rank {near[0]}, which called rank 0 from loopback"
-        do = "give all ranks the address of rank 0 that all machines reach"
-        raise HandshakeRefused(what, got=f"{hosts[near[0]]} and {hosts[far[0]]}", do=do)
-
-
 def refuse_other_link(link: str | None, address: Address) -> None:
-    """Raise `CallerError` for an unknown link, or one that is not possible at this address."""
+    """Raise `CallerError` for an unknown link, one that is not possible at this address, or a path that is too long."""
+    if isinstance(address, str) and len(address.encode(errors="replace")) > MOST_PATH_BYTES:
+        raise CallerError("the path is too long", got=address, expected=f"at most {MOST_PATH_BYTES} bytes")
     if link is not None:
         refuse_unknown("link", link, LINKS, do="or pass None for the best")
     if link == "tcp" and isinstance(address, str):
@@ -190,15 +180,13 @@ def refuse_other_link(link: str | None, address: Address) -> None:
         refuse_without_shared_memory()
 
 
-def chosen_link(link: str, own: str | None, rank: int, *, is_local: bool) -> str:
-    """The link that rank 0 has chosen; raises an error if it cannot be, or is not the one that this rank was given."""
-    possible = LINKS[1:] if is_local else LINKS[:1]
-    if link not in possible:
-        raise ProtocolError("rank 0 chose a link that cannot be", got=said(link), expected=f"one of {possible}")
+def refuse_chosen_link(link: str, own: str | None, address: Address, who: str) -> None:
+    """Raise an error if rank 0 has chosen a link that cannot be at its address, or not the one that `who` was given."""
+    if (link == "tcp") is isinstance(address, str) or link not in LINKS:
+        raise ProtocolError("rank 0 chose a link that cannot be", got=said(link), expected=f"one for {shown(address)}")
     if own not in {None, link}:
-        what = f"rank {rank} was given another link than the group's"
-        raise HandshakeRefused(what, got=repr(own), expected=repr(link), do="pass the same link on all ranks")
-    return link
+        do = "pass the same link on all ranks"
+        raise HandshakeRefused(f"{who} has another link than the group", got=repr(own), expected=repr(link), do=do)
 
 
 # ---- sockets ----
@@ -273,13 +261,6 @@ def connect_once(address: Address, timeout: float) -> socket.socket:
                 raise
             failures.append(fault)
     raise failures[0]
-
-
-def refuse_long_path(path: str) -> None:
-    """Raise `CallerError`, on all ranks alike, if the last rank's path is too long for a Unix socket."""
-    if (size := len(os.fsencode(path))) > MOST_PATH_BYTES:
-        what, expected = f"the path is too long for a Unix socket of each rank: {path}", f"at most {MOST_PATH_BYTES}"
-        raise CallerError(what, got=f"{size} bytes", expected=expected, do="choose a shorter one")
 
 
 def refuse_other_user(connection: socket.socket, secret: str | None) -> None:

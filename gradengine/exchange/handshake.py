@@ -22,8 +22,7 @@ import msgpack
 from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import CallerError, DeadlineExceeded, ExchangeError, HandshakeRefused, PeerLost, ProtocolError
 from gradengine.exchange.links.sockets import close_in_children, origin
-from gradengine.exchange.tls import hashes_of, tell_in_plain
-from gradengine.exchange.wire import HEAD_BYTES, VERSION, Abort, Hello, Message, Refused, announced, decoded, encoded
+from gradengine.exchange.wire import HEAD_BYTES, VERSION, Abort, Hello, Listening, Message, announced, decoded, encoded
 
 Kind = TypeVar("Kind", bound=Message)
 
@@ -43,6 +42,7 @@ class Line:
 
     hello: Hello  # of the end that called, once it has said it
     nonce: bytes  # for that end's proof
+    told: Listening | None = None  # where that end listens, at rank 0
 
     def __init__(self, connection: socket.socket, who: str, left: Callable[[], float] = lambda: 0.0) -> None:
         self.socket, self.who, self.left, self._read = connection, who, left, bytearray()
@@ -60,14 +60,12 @@ class Line:
 
     def expect(self, *kinds: type[Kind]) -> Kind:
         """The next message, of one of these kinds; raises the other end's refusal if it sends one."""
-        message = self.hear((*kinds, Refused, Abort))
+        message = self.hear((*kinds, Abort))
         if isinstance(message, kinds):
             return message
-        assert isinstance(message, (Refused, Abort))  # noqa: S101  (the only ones left)
+        assert isinstance(message, Abort)  # noqa: S101  (the only one left)
         # One line of a stranger must not look like several.
         text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message.text)
-        if isinstance(message, Refused):
-            raise HandshakeRefused(f"{self.who} refuses: {text}")
         errors = {kind.__name__: kind for kind in (HandshakeRefused, ProtocolError, PeerLost, DeadlineExceeded)}
         raise errors.get(message.error, ExchangeError)(text)
 
@@ -94,15 +92,12 @@ class Line:
             try:
                 self.say(message)
             except ssl.SSLError:
-                tell_in_plain(self.socket, encoded(message))
+                # In plain bytes: OpenSSL has no word for a caller without TLS.
+                socket.socket.send(self.socket, encoded(message))
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
             self.socket.recv(1 << 16)  # what is not read resets the connection, and the reason may be lost
         self.socket.close()
-
-    def proof(self, secret: str | None, role: str, called: int, group: bytes) -> bytes:
-        """The proof that holds for this connection, after both ends have sent their nonces."""
-        return proof(secret, role, self.hello, self.nonce, called, group, hashes_of(self.socket))
 
     def refuse_other(self, given: bytes, expected: bytes) -> None:
         """Raise `HandshakeRefused` unless a proof of the other end is the expected one."""
@@ -176,16 +171,14 @@ def refuse_bad_job(job: object, source: str = "this") -> None:
 
 
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
-    """The rows in which two valid layout tables differ, as at most `limit` lines for an error message."""
+    """Where two valid layout tables differ, as at most `limit` lines for an error, and how many more there are."""
     (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
-    pairs = enumerate(zip_longest(ours, others))
-    lines = [f"row {i}: here {_shown(a)}, there {_shown(b)}" for i, (a, b) in pairs if a != b]
-    if not lines:
-        pairs = enumerate(zip_longest(order, other_order))
-        lines = [f"backward order at {i}: here {a!r}, there {b!r}" for i, (a, b) in pairs if a != b]
-    if part != other_part:
-        lines.insert(0, f"part of a model: here {_shown_part(part)}, there {_shown_part(other_part)}")
-    more = [f"and {len(lines) - limit} more rows"] if len(lines) > limit else []
+    compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [("part of a model", part, other_part, _shown_part)]
+    compared += [(f"row {i}", *pair, _shown) for i, pair in enumerate(zip_longest(ours, others))]
+    if ours == others:  # else it differs too
+        compared += [(f"backward order at {i}", *pair, repr) for i, pair in enumerate(zip_longest(order, other_order))]
+    lines = [f"{name}: here {shown(a)}, there {shown(b)}" for name, a, b, shown in compared if a != b]
+    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
 

@@ -30,8 +30,7 @@ class Hello(NamedTuple):
 
 def packed_hello(hello: Hello) -> bytes:
     """Return a hello as bytes for the others."""
-    data: bytes = msgpack.packb([_VERSION, *hello])
-    return data
+    return bytes(msgpack.packb([_VERSION, *hello]))
 
 
 def hellos_of(parts: Sequence[bytes], hub: int | None = None) -> list[Hello]:
@@ -82,7 +81,12 @@ def refuse_differing(hellos: Sequence[Hello], tables: Sequence[bytes]) -> None:
         tables: The tables of the layouts, if they differ; an empty one is too long to show.
     """
     _refuse_other_layouts(hellos, tables)
-    _refuse_other_settings(hellos)
+    for rank, hello in enumerate(hellos):
+        for name in {**hellos[0].settings, **hello.settings}:
+            got, expected = (each.settings.get(name, "nothing") for each in (hello, hellos[0]))
+            if got != expected:
+                what, do = f"rank {rank} has another {name} than rank 0", "build all engines with the same settings"
+                raise HandshakeRefused(what, got=got, expected=expected, do=do)
     last = max(hello.step for hello in hellos)
     for rank, hello in enumerate(hellos):
         if hello.step != last:
@@ -104,12 +108,3 @@ def _refuse_other_layouts(hellos: Sequence[Hello], tables: Sequence[bytes]) -> N
                 rows = differing_rows(tables[rank], tables[0])
             what = f"layouts differ between rank {rank} (here) and rank 0 (there):\n{rows}"
             raise HandshakeRefused(what, do="build the layout from the same model on every rank")
-
-
-def _refuse_other_settings(hellos: Sequence[Hello]) -> None:
-    for rank, hello in enumerate(hellos):
-        for name in {**hellos[0].settings, **hello.settings}:
-            got, expected = (each.settings.get(name, "nothing") for each in (hello, hellos[0]))
-            if got != expected:
-                what, do = f"rank {rank} has another {name} than rank 0", "build all engines with the same settings"
-                raise HandshakeRefused(what, got=got, expected=expected, do=do)

@@ -29,7 +29,6 @@ JOBS = "GRADENGINE_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID"
 ADDRESS, PORTS = "GRADENGINE_ADDRESS", "GRADENGINE_PORTS"
 _DO = f"set {ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
 _PORTS = range(20_000, 29_000)  # below those that systems give to connections, and torchrun's 29400 and 29500
-_THIS_HOST = "0.0.0.0"  # noqa: S104  (rank 0 listens on all interfaces, and the ranks beside it reach it there)
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
 _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
 
@@ -155,15 +154,13 @@ def read_secret(environment: Mapping[str, str]) -> Fact | None:
     Raises:
         CallerError: The file cannot be read, the secret is too short, or both are set.
     """
-    value, path = environment.get("GRADENGINE_SECRET"), environment.get("GRADENGINE_SECRET_FILE")
-    if not (value or path):
-        return None
+    value, path = environment.get("GRADENGINE_SECRET", ""), environment.get("GRADENGINE_SECRET_FILE", "")
     if value and path:
         raise CallerError("GRADENGINE_SECRET and GRADENGINE_SECRET_FILE are both set", do="unset one of them")
     source = "GRADENGINE_SECRET_FILE" if path else "GRADENGINE_SECRET"
-    secret = secret_in(path) if path else str(value)
+    secret = secret_in(path) if path else value
     refuse_bad_secret(secret, f"the secret of {source}")
-    return Fact(secret.strip(), source)
+    return Fact(secret.strip(), source) if secret else None
 
 
 def secret_in(path: str | Path) -> str:
@@ -304,7 +301,8 @@ def _first_host(environment: Mapping[str, str], world: World, secret: str | None
         what = f"environment variable {launcher.host or ADDRESS} names no host where all ranks could meet"
         raise CallerError(what, got=said(named), expected="a host's name or address", do=_DO)
     if is_loopback(host) and secret:
-        return _THIS_HOST, f"{launcher.host}, {launcher.local_size}"
+        # Rank 0 listens on all interfaces, and the ranks beside it reach it there.
+        return "0.0.0.0", f"{launcher.host}, {launcher.local_size}"  # noqa: S104
     return None if is_only_one else host, launcher.host
 
 

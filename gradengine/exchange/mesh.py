@@ -14,53 +14,33 @@ The rank that is called proves itself last, and only to a caller that has: a str
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Container
-from functools import partial
-from typing import TypeVar, final
+from collections.abc import Callable
+from typing import Any, TypeVar, final
 
 from gradengine.arguments import checked_rank
 from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost
-from gradengine.exchange.addresses import (
-    RETRY_SECONDS,
-    Address,
-    Listener,
-    address_told,
-    addresses_of,
-    checked_address,
-    chosen_link,
-    connect_once,
-    is_loopback,
-    nearer_listener,
-    own_host,
-    refuse_long_path,
-    refuse_other_link,
-    refuse_other_user,
-    refuse_out_of_reach,
-    this_host,
-    url_of,
-)
-from gradengine.exchange.handshake import Line, check_hello, new_nonce, refuse_bad_job, refuse_bad_secret
+from gradengine.exchange import addresses
+from gradengine.exchange.addresses import Address, Listener, is_loopback, url_of
+from gradengine.exchange.handshake import Line, check_hello, new_nonce, proof, refuse_bad_job, refuse_bad_secret
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.tls import Certificates, reason_of, refusal_of, warn_once
-from gradengine.exchange.wire import GROUP_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, Refused
+from gradengine.exchange.tls import Certificates, hashes_of, reason_of, refusal_of, warn_once
+from gradengine.exchange.wire import Abort, Hello, Listening, Members, Moved, Nonce, Proof
 
 T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
 
 _STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
 _GRACE_SECONDS = 5.0
-_LOG_SECONDS = 1.0  # between two lines about refusals
+_LOG_SECONDS = 1.0  # at least, between two lines about refusals
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
-_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 
 
@@ -113,26 +93,22 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         refuse_bad_secret(secret)
         self.rank, self.world_size = rank, world_size
         self._who = "the server" if self._is_server else f"rank {rank}"
-        self._at = address.address if isinstance(address, Listener) else checked_address(address)
+        self._at = address.address if isinstance(address, Listener) else addresses.checked_address(address)
         self._secret, self._given_job, self._is_served, self._tls, self._ports = secret, job, is_served, tls, ports
-        refuse_other_link(link, self._at)
+        addresses.refuse_other_link(link, self._at)
         self._link = link  # rank 0's is that of all once they have met
         if is_served and link is not None:
             raise CallerError("served=True takes no link: each rank has one connection", do="leave link out")
         is_here = isinstance(self._at, str) or is_loopback(self._at[0])
         is_best = link is None and is_here and world_size > 1 and not is_served and has_shared_memory()
         self.shares_memory = link == "shared_memory" or is_best
-        if isinstance(self._at, str) and world_size > 1 and not is_served:
-            refuse_long_path(f"{self._at}.{world_size - 1}")
         self.lines: dict[int, Line] = {}
         self._strangers: list[Line] = []  # who have not proved who they are, in the order in which they came
-        self._told: dict[int, Listening] = {}  # where those ranks listen, at rank 0
         self._group = b""  # while ranks meet at rank 0
-        self._aim = ""  # of the rank that calls, for the error at the deadline
-        self._called = ""  # who was called last
+        self._aim = self._called = ""  # of the rank that calls, for errors: what it is about, and whom it calls
         self._was_let_in = False  # by rank 0 or the server, once at least
         self._refused: ExchangeError | None = None  # the last one, of one connection alone
-        self._logged_at, self._unlogged = -math.inf, 0  # when a refusal was logged, and how many came since
+        self._logged_at, self._refusals = -math.inf, 0  # when a refusal was logged, and how many there were
         if rank == 0 and not is_served and self._listener is None:
             self._listener = Listener(self._at, secret, ports)
         self.url = url_of(self._at if self._listener is None else self._listener.address)
@@ -152,8 +128,8 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
                 returns whether the wait ends.
 
         Raises:
-            HandshakeRefused: Ranks have another secret, job or world size, or the same rank; or cannot reach each
-                other; or TLS fails between them.
+            HandshakeRefused: Ranks have another secret, job, world size or link, or the same rank; or TLS fails
+                between them.
             PeerLost: Not all ranks joined in time; the error names the missing ones.
             ProtocolError: The process that answers at the address is not a rank.
         """
@@ -196,11 +172,10 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
 
     def _host(self, listener: Listener) -> None:
         """Play rank 0's part, or a server's."""
-        met: Container[int] = self.lines if self._is_server else self._told
         try:
-            self._accept(listener, range(0 if self._is_server else 1, self.world_size), met)
-            urls = [self._told[rank].url for rank in sorted(self._told)]  # at a server no rank says any
-            refuse_out_of_reach(urls)
+            self._accept(listener, range(0 if self._is_server else 1, self.world_size))
+            # At a server no rank says where it listens.
+            urls = [line.told.url for _, line in sorted(self.lines.items()) if line.told]
             nearer = self._nearer(listener)
         except ExchangeError as failure:
             for line in self.lines.values():
@@ -210,13 +185,12 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             for line in self.lines.values():
                 line.leave(Moved(url_of(nearer.address)))
             self.lines.clear()
-            self._told.clear()
             listener.close()
             self._host(nearer)
             return
         best = "unix" if self._is_server or not has_shared_memory() else "shared_memory"
         self._link = (self._link or best) if isinstance(listener.address, str) else "tcp"
-        self._group = secrets.token_bytes(GROUP_BYTES)
+        self._group = secrets.token_bytes(16)
         for line in self.lines.values():
             line.left = self._left  # long lists may have to wait until they are read
             with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
@@ -228,12 +202,12 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         Raises:
             HandshakeRefused: The link needs all ranks on this host, or such a socket, and there is none.
         """
-        if isinstance(listener.address, str) or self._link == "tcp" or not self._told:
+        if isinstance(listener.address, str) or self._link == "tcp" or self._is_server or not self.lines:
             return None
-        far = [rank for rank, told in self._told.items() if told.host != this_host()]
+        far = [rank for rank, line in self.lines.items() if line.told and line.told.host != addresses.this_host()]
         try:
             if not far:
-                self._listener = nearer_listener(self._secret)
+                self._listener = addresses.nearer_listener(self._secret)
                 return self._listener
             reason = f"rank {far[0]} elsewhere"
         except CallerError as fault:
@@ -248,37 +222,34 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         """Play the part of each other rank."""
         met: list[Address] | Address = self._at
         while not isinstance(met, list):  # ranks of one host are sent to a path, to meet again
-            met = self._retried(partial(self._meet, met))
+            met = self._retried(self._meet, met)
         # All calls come before any is accepted, and go to lower ranks alone: rank 1 makes none and accepts at once, so
         # rank 2's call is answered and rank 2 accepts, and so on. No ranks wait for each other in a circle.
         for rank, address in enumerate(met[: self.rank - 1], 1):
-            self._retried(partial(self._call, rank, address))
+            self._retried(self._call, rank, address)
         if self._listener is not None:  # with a server no rank listens
-            self._accept(self._listener, range(self.rank + 1, self.world_size), self.lines)
+            self._accept(self._listener, range(self.rank + 1, self.world_size))
 
     # ---- as the rank that calls ----
 
-    def _retried(self, attempt: Callable[[], T]) -> T:
+    def _retried(self, attempt: Callable[..., T], *given: Any) -> T:
         """Repeat an attempt until its connection is not lost, and return its value: ranks start in any order."""
         while True:
             try:
-                return attempt()
+                return attempt(*given)
             except OSError as fault:
                 if self._was_let_in and isinstance(fault, (ConnectionRefusedError, FileNotFoundError)):
                     what = f"{self._called} listens no more: it has ended, or has lost {self._who} while ranks joined"
                     raise PeerLost(what, do="reconnect on all ranks") from None
-                if isinstance(fault, PermissionError):
-                    what = f"{self._who} may not {self._aim} ({reason_of(fault)})"
-                    raise HandshakeRefused(what, do="check the permissions of the path, or the firewall") from None
                 if (refusal := refusal_of(fault, self._called)) is not None:
                     raise refusal from None
                 reason = reason_of(fault)
             if not self._group:
                 self._leave()
-            if self._left() < RETRY_SECONDS:
-                do = "start all ranks, and check the host and port; a server serves one group at a time"
+            if self._left() < addresses.RETRY_SECONDS:
+                do = "start all ranks, and check host, port, permissions; a server serves one group at a time"
                 raise PeerLost(f"{self._who} could not {self._aim} within {self._timeout:g} s ({reason})", do=do)
-            time.sleep(RETRY_SECONDS)
+            time.sleep(addresses.RETRY_SECONDS)
 
     def _meet(self, address: Address) -> list[Address] | Address:
         """Call rank 0 or the server, and wait for all; returns the ranks' addresses, or where to call rank 0 again."""
@@ -291,26 +262,26 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             return []
         own: Address = f"{address}.{self.rank}"
         if not isinstance(address, str):
-            own = own_host(address[0], line.socket.getsockname()[0]), 0
+            own = addresses.own_host(address[0], line.socket.getsockname()[0]), 0
         self._listener = Listener(own, self._secret, self._ports)
-        line.say(Listening(url_of(self._listener.address), this_host()))
+        line.say(Listening(url_of(self._listener.address), addresses.this_host()))
         answer = line.expect(Members, Moved)
         if isinstance(answer, Moved):
             self._leave()
-            return address_told(answer.url)
+            return addresses.address_told(answer.url)
         assert isinstance(answer, Members)  # noqa: S101  (the only one left)
-        self._link = chosen_link(answer.link, self._link, self.rank, is_local=isinstance(address, str))
-        self._group = answer.group
-        return addresses_of(answer.urls, self.world_size - 1, line.origin)
+        addresses.refuse_chosen_link(answer.link, self._link, address, self._who)
+        self._link, self._group = answer.link, answer.group
+        return addresses.addresses_of(answer.urls, self.world_size - 1, line.origin)
 
     def _call(self, rank: int, address: Address) -> Line:
         """A line to a rank or the server, after both have proved themselves."""
         self._called = "the server" if rank == self.world_size else f"rank {rank}"
         self._aim = f"connect to {self._called} at {url_of(address)}"
-        connection = connect_once(address, max(RETRY_SECONDS, self._left()))
+        connection = addresses.connect_once(address, max(addresses.RETRY_SECONDS, self._left()))
         try:
-            refuse_other_user(connection, self._secret)
-            connection = self._encrypted(connection, is_called=False)
+            addresses.refuse_other_user(connection, self._secret)
+            connection = self._tls.encrypted(connection, is_called=False) if self._tls else connection
             line = Line(connection, self._called, self._left)
             line.hello = Hello(self.rank, self.world_size, self._job or "", new_nonce())
             line.say(line.hello)
@@ -325,12 +296,12 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
 
     # ---- as the rank that is called ----
 
-    def _accept(self, listener: Listener, others: range, met: Container[int]) -> None:
+    def _accept(self, listener: Listener, others: range) -> None:
         """Accept ranks until all others are met; a caller that sends nothing holds up nobody."""
         self._selector = selectors.DefaultSelector()
         try:
             self._selector.register(listener.socket, selectors.EVENT_READ)
-            while missing := [rank for rank in others if rank not in met]:
+            while missing := [rank for rank in others if rank not in self.lines or self.lines[rank].awaited]:
                 if self._left() <= 0 or self._gives_up(math.inf if self.lines else self._began):
                     raise self._late(missing)
                 for key, _ in self._selector.select(min(self._left(), _LOOK_SECONDS if self._is_server else math.inf)):
@@ -343,19 +314,16 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
                 stranger.socket.close()
             self._strangers.clear()
             self._selector.close()
-            if self._unlogged:
-                logger.info("%s has refused %d others, at last: %s", self._who, self._unlogged, self._refused)
 
     def _take_in(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError as fault:  # for most reasons the caller's: it is gone again
-            if fault.errno in _FULL:
-                self._refused = ExchangeError(f"{self._who} can have no more connections ({fault.strerror})")
-                time.sleep(RETRY_SECONDS)
+        except OSError as fault:  # the caller is gone again, or this process can have no more connections
+            self._refused = ExchangeError(f"{self._who} could not accept a connection ({reason_of(fault)})")
+            time.sleep(addresses.RETRY_SECONDS)  # or a lasting one would take the whole processor
             return
         try:
-            connection = self._encrypted(connection, is_called=True)
+            connection = self._tls.encrypted(connection, is_called=True) if self._tls else connection
             line = Line(connection, "a caller")
             self._selector.register(connection, selectors.EVENT_READ, line)
             self._strangers.append(line)
@@ -369,25 +337,22 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
     def _hear(self, line: Line) -> None:
         """Answer a line's next message, if it is complete."""
         try:
-            self._answer(line)
+            message = line.hear(line.awaited)
+            if isinstance(message, Hello):
+                addresses.refuse_other_user(line.socket, self._secret)
+                line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
+                line.say(Nonce(line.nonce))
+            elif isinstance(message, Proof):
+                self._admit(line, line.hello, message)
+            elif isinstance(message, Listening):
+                addresses.address_told(message.url)
+                line.told, line.awaited = message, ()
         except BlockingIOError:
             pass
         except OSError as fault:
             self._drop(line, refusal_of(fault, line.who))
         except ExchangeError as refusal:
             self._drop(line, refusal)
-
-    def _answer(self, line: Line) -> None:
-        message = line.hear(line.awaited)
-        if isinstance(message, Hello):
-            refuse_other_user(line.socket, self._secret)
-            line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
-            line.say(Nonce(line.nonce))
-        elif isinstance(message, Proof):
-            self._admit(line, line.hello, message)
-        elif isinstance(message, Listening):
-            address_told(message.url)
-            self._told[line.hello.rank], line.awaited = message, ()
 
     def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
         line.who = f"rank {hello.rank}"
@@ -399,7 +364,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             raise HandshakeRefused(f"{line.who} has joined already", do=do)
         if self._is_server and not self.lines:
             self._job, self._deadline = hello.job, self._clock() + self._timeout
-        self.lines[hello.rank], line.awaited = line, () if self._is_server else (Listening,)
+        self.lines[hello.rank], line.awaited = line, () if self.rank else (Listening,)
         self._strangers.remove(line)
         line.say(Proof(self._proof(line, "called", own)))
         logger.info("%s: rank %d has joined from %s", self._who, hello.rank, line.origin)
@@ -412,32 +377,20 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         if refusal is None:
             line.socket.close()
         else:
-            self._refused = refusal
-            self._log(f"refuses a connection from {line.origin}: {refusal}")
-            line.leave(Refused(str(refusal)))
+            self._refused, self._refusals = refusal, self._refusals + 1
+            if self._clock() - self._logged_at >= _LOG_SECONDS:  # strangers may come by the thousand
+                self._logged_at = self._clock()
+                text = "%s refuses a connection from %s: %s (%d so far)"
+                logger.info(text, self._who, line.origin, refusal, self._refusals)
+            line.leave(Abort("HandshakeRefused", f"{self._who} refuses: {refusal}"))
         if line in self._strangers:
             self._strangers.remove(line)
         else:  # its rank may come again
             del self.lines[line.hello.rank]
-            self._told.pop(line.hello.rank, None)
             if self._is_server and not self.lines:
                 self._begin()
 
-    def _log(self, refusal: str) -> None:
-        """Log a refusal, but only one a second and how many others there were: strangers may come by the thousand."""
-        if self._clock() - self._logged_at < _LOG_SECONDS:
-            self._unlogged += 1
-            return
-        logger.info("%s %s (%d others since the last line)", self._who, refusal, self._unlogged)
-        self._logged_at, self._unlogged = self._clock(), 0
-
     # ---- both ----
-
-    def _encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
-        """A connection over TLS, if there are certificates and it leaves this host."""
-        if self._tls is None or connection.family == socket.AF_UNIX:
-            return connection
-        return self._tls.encrypted(connection, is_called=is_called)
 
     def _left(self) -> float:
         return min(self._deadline - self._clock(), _LONGEST_SECONDS)
@@ -445,7 +398,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
     def _proof(self, line: Line, role: str, called: int) -> bytes:
         # With the rank that is called, the group and the certificates, or a call could be passed on to another rank, to
         # another group, or by whoever is on the path and has a certificate.
-        return line.proof(self._secret, role, called, self._group)
+        return proof(self._secret, role, line.hello, line.nonce, called, self._group, hashes_of(line.socket))
 
     def _late(self, ranks: list[int]) -> PeerLost:
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -64,10 +64,12 @@ class Certificates:
             raise CallerError(what, expected=expected, do="see docs/tls.md") from None
 
     def encrypted(self, connection: socket.socket, *, is_called: bool) -> socket.socket:
-        """A socket that encrypts what is sent over a connected one, which it replaces.
+        """A socket that encrypts what is sent over a connected one, which it replaces; a Unix socket as it is.
 
         The ends show their certificates when they are first read or written; then `refusal_of` tells why one failed.
         """
+        if connection.family == socket.AF_UNIX:
+            return connection
         context = self._called if is_called else self._calling
         encrypted = context.wrap_socket(connection, server_side=is_called, do_handshake_on_connect=False)
         assert isinstance(encrypted, _TlsSocket)  # noqa: S101  (the context's class)
@@ -113,11 +115,6 @@ def refusal_of(fault: OSError, who: str) -> HandshakeRefused | None:
     if not isinstance(fault, ssl.SSLError) or isinstance(fault, ssl.SSLEOFError):
         return None
     return HandshakeRefused(f"TLS with {who} failed ({reason_of(fault)})", do=_DO)
-
-
-def tell_in_plain(connection: socket.socket, data: bytes) -> None:
-    """Send bytes as they are over a connection whose TLS has failed: OpenSSL has no word for a caller without TLS."""
-    socket.socket.send(connection, data)
 
 
 def reason_of(fault: OSError) -> str:

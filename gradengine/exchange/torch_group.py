@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 from weakref import WeakSet
@@ -51,16 +51,12 @@ def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meet
         PeerLost: A rank did not call this in time, or rank 0 could not listen.
     """
     distributed, ranks, rank = _place(process_group)
-    try:
-        # Kept until the process ends: torch would give the name of a group that was destroyed to the next one, which
-        # would find the old addresses in torch's store.
-        gloo = distributed.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+    with _all_ranks(rank):
+        gloo = _new_group(distributed, ranks, timeout, "gloo")
         host = "127.0.0.1" if len({*_gathered(gloo, ranks, this_host())}) == 1 else None
         if rank == 0:
             return _host(gloo, ranks, host, options)
         url, _, secret = _gathered(gloo, ranks, "")[0].partition(" ")
-    except RuntimeError as fault:
-        raise _not_all(rank, fault) from None
     if not url:
         raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
     return Meeting(address_of(url), rank, len(ranks), secret=secret, **options)
@@ -81,34 +77,41 @@ def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
     distributed, ranks, rank = _place(process_group)
     torch: Any = sys.modules["torch"]
     backends = dict(each.split(":") for each in str(distributed.get_backend_config(process_group)).split(","))
-    try:
-        limit = timedelta(seconds=timeout)
-        # Kept until the process ends, for the reason that `meeting_by_torch` gives.
-        ours = distributed.new_group(ranks, limit, backend=backends.get("cpu", "gloo"), use_local_synchronization=True)
-    except RuntimeError as fault:
-        raise _not_all(rank, fault) from None
+    with _all_ranks(rank):
+        ours = _new_group(distributed, ranks, timeout, backends.get("cpu", "gloo"))
     order = [ranks.index(each) for each in sorted(ranks)]  # torch's own
 
     def all_to_all(sent: Sequence[Bytes]) -> Sequence[Bytes]:
         sizes = [sent[each].size for each in order]
         counts = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
-        try:
+        with _all_ranks(rank):
             distributed.all_to_all_single(counts, torch.tensor(sizes, device="cpu"), group=ours)
             received = torch.empty(int(counts.sum()), dtype=torch.uint8, device="cpu")
             data = torch.from_numpy(np.concatenate([sent[each] for each in order]))
             distributed.all_to_all_single(received, data, counts.tolist(), sizes, group=ours)
-        except RuntimeError as fault:
-            raise _not_all(rank, fault) from None
         pieces = dict(zip(order, np.split(received.numpy(), np.cumsum(counts.numpy())[:-1]), strict=True))
         return [pieces[each] for each in range(len(ranks))]
 
     return CollectiveLink(rank, len(ranks), all_to_all)
 
 
-def _not_all(rank: int, fault: RuntimeError) -> PeerLost:
-    said_so = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
-    what = f"rank {rank} does not find all ranks of the process group ({said_so})"
-    return PeerLost(what, do="call connect with the process group on all of its ranks")
+def _new_group(distributed: Any, ranks: Sequence[int], timeout: float, backend: str) -> Any:
+    """Make a group, which is kept until the process ends.
+
+    Torch would give the name of one that was destroyed to the next, which would find the old addresses in its store.
+    """
+    return distributed.new_group(ranks, timedelta(seconds=timeout), backend=backend, use_local_synchronization=True)
+
+
+@contextlib.contextmanager
+def _all_ranks(rank: int) -> Iterator[None]:
+    """Raise torch's errors as `PeerLost`."""
+    try:
+        yield
+    except RuntimeError as fault:
+        words = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
+        what = f"rank {rank} does not find all ranks of the process group ({words})"
+        raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
 
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:
@@ -126,8 +129,7 @@ def _place(process_group: Any) -> tuple[Any, list[int], int]:
     """torch.distributed, the group's ranks as the default group counts them, and this rank in the group."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        do = "call torch.distributed.init_process_group first"
-        raise CallerError("there is no torch process group in this process", do=do)
+        raise CallerError("no torch process group here", do="call torch.distributed.init_process_group first")
     with contextlib.suppress(KeyError, ValueError):  # it was destroyed
         if isinstance(process_group, distributed.ProcessGroup):  # else torch's -100, say
             return distributed, distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)

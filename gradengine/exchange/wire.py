@@ -18,7 +18,6 @@ from gradengine.errors import ProtocolError
 VERSION = 5
 MAX_PAYLOAD = (1 << 32) - 1  # bytes
 MAX_SMALL_PAYLOAD = 1 << 20  # bytes of a list of ranks, and of what is gathered; as msgpack it takes 100 MB at most
-GROUP_BYTES = 16  # of a group's random identifier
 
 _HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow
 HEAD_BYTES = _HEAD.size
@@ -106,24 +105,18 @@ class Members(NamedTuple):
     urls: list[Any]
 
 
-class Refused(NamedTuple):
-    """From the called rank: the caller is refused, and why."""
-
-    text: str
-
-
 class Abort(NamedTuple):
-    """From the called rank: the group has failed, and why; `error` names the error's class."""
+    """From the called rank: it refuses the caller, or the group has failed, and why; `error` names the class."""
 
     error: str
     text: str
 
 
-Message: TypeAlias = Hello | Nonce | Proof | Listening | Members | Refused | Abort | Moved
+Message: TypeAlias = Hello | Nonce | Proof | Listening | Members | Moved | Abort
 _KINDS = get_args(Message)
 # Transfers have lower tags. OpenSSL would read 1 << 24 in a first frame as a hello of SSL 2, and wait for its rest.
 _TAGS = range(1 << 25, (1 << 25) + len(_KINDS))
-_MOST_BYTES = {Members: MAX_SMALL_PAYLOAD, Refused: 1 << 16, Abort: 1 << 16}  # payloads of other kinds: 4096
+_MOST_BYTES = {Members: MAX_SMALL_PAYLOAD, Abort: 1 << 16}  # payloads of other kinds: 4096
 _MOST_FIELDS = 32  # a later version may have more than this one
 _OPENING = ["GE", VERSION]  # before a hello's fields, in all later versions too
 
@@ -144,8 +137,7 @@ def announced(data: bytes | bytearray, who: str) -> tuple[type[Message], int, in
     tag, check, size = head_of(data, f"{who} sent", _TAGS)
     kind = _KINDS[tag - _TAGS.start]
     if size > (most := _MOST_BYTES.get(kind, 4096)):
-        what = f"{kind.__name__} from {who} is too long"
-        raise ProtocolError(what, got=f"{size} bytes", expected=f"at most {most}")
+        raise ProtocolError(f"{kind.__name__} from {who} is too long", got=f"{size} bytes", expected=f"at most {most}")
     return kind, check, size
 
 

@@ -14,7 +14,6 @@ from gradengine.exchange.wire import (
     Moved,
     Nonce,
     Proof,
-    Refused,
     checksum,
     encoded,
     head,
@@ -50,7 +49,7 @@ _MESSAGES = [
     encoded(Proof(bytes(32))),
     encoded(Listening("tcp://10.0.0.2:4000", "a host")),
     encoded(Members(bytes(16), "unix", ["unix:///a"])),
-    encoded(Refused("text")),
+    encoded(Abort("HandshakeRefused", "text")),
     encoded(Abort("PeerLost", "\x1b[2J")),
 ]
 _TABLES = [LAYOUT, GradientLayout.of({"w": (0,), "b": ()}), GradientLayout.of([(3, 4, 5), (1,)])]

@@ -10,8 +10,8 @@ import tempfile
 import numpy as np
 
 from gradengine.errors import ExchangeError, GradientError, HandshakeRefused, PeerLost, ProtocolError
+from gradengine.exchange import addresses as addresses_module
 from gradengine.exchange import mesh
-from gradengine.exchange.addresses import addresses_of
 from gradengine.exchange.handshake import Line
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.links.link import Completed
@@ -60,7 +60,7 @@ def addresses(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         urls = unpacked(data, "the list of ranks")
         if isinstance(urls, list):
-            addresses_of(urls, 2, "10.0.0.1")
+            addresses_module.addresses_of(urls, 2, "10.0.0.1")
 
 
 def stranger(data: bytes) -> None:
@@ -96,7 +96,7 @@ def shared_memory(data: bytes) -> None:
 def _answer(data: bytes) -> None:
     with _said(data) as ours, tempfile.TemporaryDirectory() as folder:
         meeting = _meeting()
-        connect, mesh.connect_once = mesh.connect_once, lambda *_: ours
+        connect, addresses_module.connect_once = addresses_module.connect_once, lambda *_: ours
         try:
             meeting._meet(f"{folder}/s")
         except (OSError, ExchangeError):
@@ -104,7 +104,7 @@ def _answer(data: bytes) -> None:
         else:
             raise AssertionError("a stranger was taken for rank 0")
         finally:
-            mesh.connect_once = connect
+            addresses_module.connect_once = connect
             meeting.close()
         assert not meeting.lines
 

@@ -12,7 +12,7 @@ from test_exchange_mesh import Clock, Started, form, start
 from transports import SOON
 
 from gradengine.errors import PeerLost
-from gradengine.exchange import mesh as mesh_module
+from gradengine.exchange import addresses
 from gradengine.exchange.handshake import Line
 
 FULL = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM]
@@ -36,7 +36,7 @@ class Failing:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(mesh_module, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(addresses, "RETRY_SECONDS", 0.001)
 
 
 @pytest.mark.parametrize("number", FAULTS, ids=errno.errorcode.get)
@@ -57,7 +57,7 @@ def test_where_it_never_ends_the_deadline_says_why_nobody_came(listener):
     kind, told = first.error()
     assert kind is PeerLost
     assert "rank 1 did not join rank 0 within 60 s (join_timeout)" in told
-    assert f"rank 0 can have no more connections ({os.strerror(number)})" in told
+    assert f"rank 0 could not accept a connection ({os.strerror(number)})" in told
 
 
 @pytest.mark.parametrize("where", ["line", "selector"])

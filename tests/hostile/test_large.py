@@ -10,7 +10,7 @@ from test_exchange_mesh import Started, form, refusal_of, start
 
 from gradengine.errors import ProtocolError
 from gradengine.exchange.handshake import Line, new_nonce
-from gradengine.exchange.wire import HEAD_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, Refused, encoded
+from gradengine.exchange.wire import HEAD_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, encoded
 
 MOST = 64  # strangers that may be connected, besides one for each rank
 MOST_BYTES = HEAD_BYTES + 4096  # of what a stranger may say
@@ -55,7 +55,7 @@ def test_strangers_by_the_hundred_hold_little_memory_and_no_thread(listener, lin
 
 
 HELLO = Hello(1, 2, "", bytes(32))
-ALL = [HELLO, Nonce(b""), Proof(b""), Listening("", ""), Members(b"", "", []), Refused(""), Abort("", ""), Moved("")]
+ALL = [HELLO, Nonce(b""), Proof(b""), Listening("", ""), Members(b"", "", []), Moved(""), Abort("", "")]
 
 
 @pytest.mark.parametrize("message", ALL)
@@ -70,7 +70,7 @@ def test_what_a_caller_announces_is_refused_before_any_of_it_is_there(listener, 
 
 @pytest.mark.parametrize(
     ("message", "size"),
-    [(Refused(""), (1 << 16) + 1), (Abort("", ""), (1 << 32) - 1), (Nonce(b""), 4097), (Members(b"", "", []), 9)],
+    [(Abort("", ""), (1 << 16) + 1), (Abort("", ""), (1 << 32) - 1), (Nonce(b""), 4097), (Members(b"", "", []), 9)],
 )
 def test_nor_does_a_rank_wait_for_what_whoever_it_calls_announces(listener, message, size):
     listener.socket.setblocking(True)

@@ -11,7 +11,7 @@ from test_exchange_mesh import Clock, Started, refusal_of
 from gradengine.errors import ExchangeError
 from gradengine.exchange.addresses import Listener
 from gradengine.exchange.handshake import new_nonce
-from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, Refused
+from gradengine.exchange.wire import Abort, Hello, Nonce, Proof
 
 EVIL = "no\r\n\x1b[2J\x1b]0;mine\x07\x9b31m\u202egnp.exe\u2028rank 0: all is well\0\ud800"
 HELLO = Hello(1, 2, "x", bytes(32))
@@ -31,7 +31,7 @@ def listener():
 
 
 @pytest.mark.parametrize(
-    "says", [Refused(SAYS), *(Abort(name, SAYS) for name in ("PeerLost", EVIL, "os.system"))], ids=range(4)
+    "says", [Abort(name, SAYS) for name in ("HandshakeRefused", "PeerLost", EVIL, "os.system")], ids=range(4)
 )
 def test_who_answers_a_call_without_any_proof(listener, says):
     second = Started(listener.address, 1, 2)
@@ -78,7 +78,7 @@ def test_a_job_of_a_stranger_is_not_even_shown(listener):
         stranger.send(Hello(1, 2, EVIL[:-1], new_nonce()))
         stranger.expect(Nonce)
         stranger.send(Proof(bytes(32)))
-        stranger.expect(Refused)
+        stranger.expect(Abort)
     clock.jump(listener.address)
     _, told = first.error()
     assert "(last refused here: rank 1 has another secret; " in told

@@ -8,7 +8,7 @@ from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, connect
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.launchers import read_secret
-from gradengine.exchange.wire import Hello, Nonce, Proof, Refused, encoded
+from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, encoded
 
 WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
 USES = {
@@ -45,7 +45,7 @@ def test_who_has_not_proved_itself_gets_no_proof(listener, proof):
     kinds.append(type(stranger.receive()))
     with pytest.raises(PeerLost, match="closed the connection"):
         stranger.receive()
-    assert kinds == [Nonce, Refused]
+    assert kinds == [Nonce, Abort]
     stranger.close()
     second = Started(listener.address, 1, 2)
     for link in (first.link(), second.link()):
