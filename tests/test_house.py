@@ -57,7 +57,7 @@ def imports(path):
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
-            # What is imported from a package may be one of its modules.
+            # A name that is imported from a package may be one of its modules.
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {each if each.removeprefix("gradengine.") in ORDER else node.module for each in inner}
     return names

@@ -182,11 +182,10 @@ def refuse_other_link(link: str | None, address: Address) -> None:
 
 def refuse_chosen_link(link: str, own: str | None, address: Address, who: str) -> None:
     """Raise an error if rank 0 has chosen a link that cannot be at its address, or not the one that `who` was given."""
-    if (link == "tcp") is isinstance(address, str) or link not in LINKS:
+    if link not in (LINKS[1:] if isinstance(address, str) else LINKS[:1]):
         raise ProtocolError("rank 0 chose a link that cannot be", got=said(link), expected=f"one for {shown(address)}")
     if own not in {None, link}:
-        do = "pass the same link on all ranks"
-        raise HandshakeRefused(f"{who} has another link than the group", got=repr(own), expected=repr(link), do=do)
+        raise HandshakeRefused(f"{who} has a different link", got=own, expected=link, do="pass one link on all ranks")
 
 
 # ---- sockets ----

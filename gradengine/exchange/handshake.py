@@ -171,11 +171,12 @@ def refuse_bad_job(job: object, source: str = "this") -> None:
 
 
 def differing_rows(mine: bytes, theirs: bytes, limit: int = 8) -> str:
-    """Where two valid layout tables differ, as at most `limit` lines for an error, and how many more there are."""
+    """Show in at most `limit` lines how two valid layout tables differ, and count the other differences."""
     (ours, order, *part), (others, other_order, *other_part) = msgpack.unpackb(mine), msgpack.unpackb(theirs)
     compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [("part of a model", part, other_part, _shown_part)]
     compared += [(f"row {i}", *pair, _shown) for i, pair in enumerate(zip_longest(ours, others))]
-    if ours == others:  # else it differs too
+    # A difference in the rows changes the order too.
+    if ours == others:
         compared += [(f"backward order at {i}", *pair, repr) for i, pair in enumerate(zip_longest(order, other_order))]
     lines = [f"{name}: here {shown(a)}, there {shown(b)}" for name, a, b, shown in compared if a != b]
     more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []

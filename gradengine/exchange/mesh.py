@@ -141,6 +141,8 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             else:
                 self._join()
             self.close()
+            if self._refusals:
+                logger.info("%s has refused %d in all, at last: %s", self._who, self._refusals, self._refused)
             here = (line.socket.family == socket.AF_UNIX or is_loopback(line.origin) for line in self.lines.values())
             if self._tls is None and not all(here):
                 warn_once("gradients are sent to other hosts in plain: pass tls= to encrypt them (docs/tls.md)")
@@ -380,8 +382,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
             self._refused, self._refusals = refusal, self._refusals + 1
             if self._clock() - self._logged_at >= _LOG_SECONDS:  # strangers may come by the thousand
                 self._logged_at = self._clock()
-                text = "%s refuses a connection from %s: %s (%d so far)"
-                logger.info(text, self._who, line.origin, refusal, self._refusals)
+                logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
             line.leave(Abort("HandshakeRefused", f"{self._who} refuses: {refusal}"))
         if line in self._strangers:
             self._strangers.remove(line)
