@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from weakref import WeakSet
 
 from gradengine.exchange import addresses, handshake, mesh, pump
-from gradengine.exchange.links import link, sockets
+from gradengine.exchange.links import sockets
 from simulation.clock import VirtualBell, VirtualLock
 
 _DELAY = 2e-3  # seconds on the way, at most, for what is not lost on the first try
@@ -417,7 +417,7 @@ class Network:
         replaced = [
             (pump, "_thread", virtual_thread),
             (pump, "Bell", lambda: VirtualBell(clock)),
-            (link, "time", virtual_time),
+            (pump, "time", virtual_time),
             (mesh, "time", virtual_time),
             *((module, "socket", virtual_socket) for module in (mesh, addresses, handshake, sockets)),
             *((module, "selectors", virtual_selectors) for module in (mesh, sockets)),
