@@ -84,7 +84,8 @@ What each failure does
 - A rank that is gone (`PeerLost`), late (`DeadlineExceeded`) or says what it should not (`ProtocolError`) ends the
   group. Each rank closes its link, and says there which rank it has lost, so that all of them name the same one.
 - A rank that waits for a part names the rank at fault itself. It gives up first. A rank that waits for a sum gives up
-  a second later, and one that waits in a gather two seconds later, since they depend on it.
+  a second later, and one that waits in a gather two seconds later, since they depend on it. A rank that is a step
+  ahead names a rank that is still in the last step's gather, since it cannot see for whom that one waits.
 - Nothing is gone on with in the middle. If no rank holds sums, the ranks meet in a new group and step again from their
   own parts. Otherwise `bind` tells all of them that the window is lost.
 - An interrupted call (Ctrl-C) closes the exchange. The other ranks lose this rank at once.

@@ -219,18 +219,19 @@ class Schedule:
         """After one fault of which others hear at once, a rank that says why it leaves names who was at fault."""
         if self.happened > 1:
             return
-        for rank, error in self.first_failures:
-            # Whoever has closed amid a message cannot say for whom.
+        for rank, error, is_ahead in self.first_failures:
+            # Whoever has closed amid a message cannot say for whom. A rank that has begun the next step cannot see that
+            # the rank for which it waits is still in the last step's gather.
             is_cut_off = "its connection has ended" in str(error)
             if (
                 self.sleepers - {rank}
-                and not is_cut_off
+                and not (is_cut_off or is_ahead)
                 and not any(f"rank {each}" in str(error) for each in self.sleepers)
             ):
                 raise Wrong(f"ranks {sorted(self.sleepers)} stood still, and rank {rank} says: {error}")
         if not self.suspects:
             return
-        for rank, error in self.first_failures:
+        for rank, error, _ in self.first_failures:
             is_named = any(re.search(rf"\b{each}\b", str(error)) for each in self.suspects)
             if not is_named and "it has closed its link" in str(error):
                 raise Wrong(f"ranks {sorted(self.suspects)} were at fault, and rank {rank} says: {error}")
@@ -361,7 +362,8 @@ class Rank:
         schedule = self.schedule
         self.note(f"{type(error).__name__}: {error}")
         if self.exchange is not None and not self.has_failed:
-            schedule.first_failures.append((self.number, error))
+            is_ahead = self.step > min(rank.step for rank in schedule.ranks)
+            schedule.first_failures.append((self.number, error, is_ahead))
             self.has_failed = True
         if self.exchange is not None:
             self.exchange.close()
@@ -375,7 +377,8 @@ class Rank:
             return
         if isinstance(error, HandshakeRefused) and "discard() " in str(error):
             self._discard(int(re.search(r"rank (\d+) holds sums of it", str(error))[1]))
-        self.tries += 1  # longer each time: ranks that try again in step could miss each other for good
+        # Longer each time: ranks that try again in step could miss each other for good. Ranks that met are in step.
+        self.tries = 1 if isinstance(error, HandshakeRefused) else self.tries + 1
         schedule.clock.pause(schedule.random.random() * 0.05 * self.tries**2)
 
     def _discard(self, holder):
