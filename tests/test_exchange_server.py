@@ -231,7 +231,7 @@ def test_a_close_that_is_late_leaves_the_path_of_the_next_server(tmp_path):
 
 def test_silent_server_is_found_by_the_worker_itself(monkeypatch):
     """One that is stopped, say: nobody else can name anybody."""
-    monkeypatch.setattr("gradengine.exchange.exchange._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("gradengine.exchange.exchange.GRACE_SECONDS", 0.1)
     is_stopped, go_on, turn = threading.Event(), threading.Event(), hub.Hub._turn
 
     def stopping(serving):

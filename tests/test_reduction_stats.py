@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.gather import packed
-from gradengine.reduction.stats import Place, StepStats, agree, stats_of_all
+from gradengine.reduction.stats import StepStats, agree, stats_of_all
 
 TOTALS = np.array([4.0, 9.0])
 NONE = np.zeros(2, np.bool_)  # unused
 MINE = StepStats(1.0, 1, TOTALS, NONE)
-PLACE = Place(7, 2.0, 3)
+PLACE = 7, (2.0, 3)
 
 
 def group_of(*parts):
@@ -35,7 +35,7 @@ def test_weights_and_counts_are_summed_in_rank_order_the_same_on_every_rank(weig
     found = []
     for rank, weight in enumerate(weights):
         own = [None if other == rank else part for other, part in enumerate(parts)]
-        found.append(agree(group_of(*own), StepStats(weight, rank + 1, TOTALS, NONE), PLACE))
+        found.append(agree(group_of(*own), StepStats(weight, rank + 1, TOTALS, NONE), *PLACE))
     total = 0.0
     for weight in weights:
         total += weight
@@ -52,42 +52,42 @@ IMPOSSIBLE += [told(unused=bytes(3)), told(totals=bytes(16)), packed("stats of s
 @pytest.mark.parametrize("part", IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
 def test_stats_that_cannot_be(part):
     with pytest.raises(ProtocolError, match="rank 1"):
-        agree(group_of(None, part), MINE, PLACE)
+        agree(group_of(None, part), MINE, *PLACE)
 
 
 @pytest.mark.parametrize("part", [told(step=6), packed("finding in step 7", None)])
 def test_a_rank_at_another_step_or_in_another_call_is_named_on_all_ranks(part):
     """A window that some ranks finished and others dropped: their next stats would be of two windows."""
     with pytest.raises(ExchangeError, match="rank 1 is out of sync with rank 0"):
-        agree(group_of(None, part, told()), MINE, PLACE)
+        agree(group_of(None, part, told()), MINE, *PLACE)
     with pytest.raises(ExchangeError, match="rank 1 is out of sync with rank 0"):
-        agree(group_of(told(), None, told()), MINE, Place(6, 2.0, 3))
+        agree(group_of(told(), None, told()), MINE, 6, (2.0, 3))
 
 
 @given(st.binary(max_size=60))
 def test_random_bytes_are_an_exchange_error(part):
     with pytest.raises(ExchangeError, match="rank 1"):
-        agree(group_of(None, part), MINE, PLACE)
+        agree(group_of(None, part), MINE, *PLACE)
 
 
 @pytest.mark.parametrize("scale", ["4.0 for 3 steps", "2.0"])
 def test_another_loss_scale_is_named(scale):
     with pytest.raises(ExchangeError, match=r"rank 1 has another loss_scale than rank 0: .*expected 2\.0 for 3 steps"):
-        agree(group_of(None, told(scale=scale)), MINE, PLACE)
+        agree(group_of(None, told(scale=scale)), MINE, *PLACE)
 
 
 def test_parts_of_a_model_tell_their_squared_sums_and_what_their_windows_were():
     sent = []
     keeps = SimpleNamespace(all_gather=lambda data: sent.append(data) or [data])
     for window in ("2 micro-batches", "3 micro-batches"):
-        (alone,), _ = stats_of_all(keeps, MINE, PLACE, window)
+        (alone,), _ = stats_of_all(keeps, MINE, *PLACE, window)
         assert alone.totals.tolist() == TOTALS.tolist()
     other = StepStats(1.0, 1, np.array([1.0, np.inf]), NONE)
-    stats_of_all(keeps, other, PLACE, "2 micro-batches")
-    (_, theirs), _ = stats_of_all(group_of(None, sent[2]), MINE, PLACE, "2 micro-batches")
+    stats_of_all(keeps, other, *PLACE, "2 micro-batches")
+    (_, theirs), _ = stats_of_all(group_of(None, sent[2]), MINE, *PLACE, "2 micro-batches")
     assert theirs.totals.tolist() == [1.0, np.inf]
     with pytest.raises(ExchangeError, match="rank 1 has another window than rank 0: got 3 micro-batches, expected 2"):
-        stats_of_all(group_of(None, sent[1]), MINE, PLACE, "2 micro-batches")
+        stats_of_all(group_of(None, sent[1]), MINE, *PLACE, "2 micro-batches")
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_parts_of_a_model_tell_their_squared_sums_and_what_their_windows_were():
 def test_what_any_rank_used_is_not_unused(mine, theirs, both):
     own = StepStats(1.0, 1, TOTALS, np.array(mine, np.bool_))
     for parts in ((None, told(unused=bytes(theirs))), (told(unused=bytes(theirs)), None)):
-        assert agree(group_of(*parts), own, PLACE).unused.tolist() == both
+        assert agree(group_of(*parts), own, *PLACE).unused.tolist() == both

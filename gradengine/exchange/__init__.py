@@ -79,13 +79,17 @@ What each failure does
 ----------------------
 
 - A wrong call is a `CallerError` or `WindowError`. Nothing was sent, and the exchange is as it was.
-- Ranks that differ in secret, job, world size, layout, settings or step are refused with a `HandshakeRefused` that
-  names the rank and the difference. Nothing was summed.
+- A rank with a different secret, job or world size is refused when it calls. The others wait for the right one until
+  `join_timeout`, and then name the last refusal. Ranks that differ in layout, settings or step all get the same
+  `HandshakeRefused`, which names the rank and the difference. Nothing was summed.
 - A rank that is gone (`PeerLost`), late (`DeadlineExceeded`) or says what it should not (`ProtocolError`) ends the
-  group. Each rank closes its link, and says there which rank it has lost, so that all of them name the same one.
+  group. Each rank closes its link, and says there which rank it has lost, so that all that hear it name the same one.
+  A rank that is amid a message at that moment may name the one that closed.
 - A rank that waits for a part names the rank at fault itself. It gives up first. A rank that waits for a sum gives up
-  a second later, and one that waits in a gather two seconds later, since they depend on it. A rank that is a step
-  ahead names a rank that is still in the last step's gather, since it cannot see for whom that one waits.
+  a second and a tenth of the timeout later, and one that waits in a gather twice that later, since they depend on it.
+  If ranks come to a step with a larger difference, or have different timeouts, they may name an innocent one.
+  A rank that is a step ahead names a rank that is still in the last step's gather, since it cannot see for whom that
+  one waits.
 - Nothing is gone on with in the middle. If no rank holds sums, the ranks meet in a new group and step again from their
   own parts. Otherwise `bind` tells all of them that the window is lost.
 - An interrupted call (Ctrl-C) closes the exchange. The other ranks lose this rank at once.
@@ -157,7 +161,8 @@ def connect(
             that in GRADENGINE_SECRET, or in the file named by GRADENGINE_SECRET_FILE.
         job: The name of this run, the same on all ranks, which keeps apart two runs that use one address. None: that in
             GRADENGINE_JOB, or the launcher's (torchrun --rdzv-id, Open MPI's mpirun, Slurm). "": no name.
-        timeout: Seconds without any progress after which waiting ranks fail.
+        timeout: Seconds without any progress after which waiting ranks fail, the same on all ranks. A rank that
+            depends on another one's wait fails up to 2 s and a fifth of this later.
         join_timeout: Seconds to wait for all ranks to join.
         bucket_bytes: Bytes that a rank sums at a time; rank 0's value, or the server's, is used. It changes no bit of
             the result.

@@ -18,7 +18,7 @@ from gradengine.exchange.gather import gathered, packed, refuse_long_part
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
-from gradengine.exchange.mesh import Meeting
+from gradengine.exchange.mesh import GRACE_SECONDS, Meeting
 from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, OrderedAllReduce, refuse_bad_arena
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
@@ -32,7 +32,6 @@ from gradengine.layout import GradientLayout, Span
 T = TypeVar("T")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
-_GRACE_SECONDS = 5.0  # a rank waits so much longer than its server, which knows which rank is late
 
 
 class Sums(NamedTuple):
@@ -117,7 +116,10 @@ class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="ma
 
     @property
     def link(self) -> str | None:
-        """The link, "threads", "tcp", "unix", "shared_memory", "mpi" or "nccl"; over sockets None before `bind`."""
+        """The link: "threads", "tcp", "unix", "shared_memory", "mpi", "collectives" or "nccl".
+
+        It is None over sockets before `bind`.
+        """
         if isinstance(self._link, Meeting):
             return None
         if self._all_reduce is not None and self._calls is not None:
@@ -329,7 +331,7 @@ class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="ma
         tables: list[bytes] = []
         if hub is not None:
             refuse_large(layout, hellos.pop().most_bytes)
-            self._timeout += _GRACE_SECONDS
+            self._timeout += GRACE_SECONDS
         differ = any(each.layout != hellos[0].layout for each in hellos)
         if differ or hub is not None:  # a server cuts by rank 0's table
             table = layout.table() if differ or self.rank == 0 else b""

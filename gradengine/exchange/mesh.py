@@ -38,7 +38,7 @@ T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
 
 _STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0  # for which a rank waits longer than the one that finds who is late
 _LOG_SECONDS = 1.0  # at least, between two lines about refusals
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
@@ -257,9 +257,9 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         """Call rank 0 or the server, and wait for all; returns the ranks' addresses, or where to call rank 0 again."""
         line = self._call(self.world_size if self._is_served else 0, address)
         self._aim = f"join the group of {line.who}"
+        # The other end finds who is missing, and is to say so before this rank's own time is over.
+        line.left = lambda: self._left() + GRACE_SECONDS
         if self._is_served:
-            # The server finds who is missing, and is to say so before this rank's own time is over.
-            line.left = lambda: self._left() + _GRACE_SECONDS
             line.expect(Members)
             return []
         own: Address = f"{address}.{self.rank}"

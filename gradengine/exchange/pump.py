@@ -31,7 +31,8 @@ _WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40
 _VANISHED_SECONDS = 20.0  # until a rank that waits looks whether the machines of others answer
 _PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
 # Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
-# waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather.
+# waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather. Each of these waits is
+# longer by this and a tenth of the timeout, since ranks seldom begin to wait at one moment.
 _GRACE_SECONDS = 1.0
 # What rings no bell is looked at without a pause first, then each 5 ms.
 _SPIN_SECONDS, _LONGEST_SECONDS = 0.002, 0.005
@@ -43,7 +44,7 @@ class Late(NamedTuple):
     ranks: Sequence[int]
     where: str  # the step, or what else they do
     error: str  # what an error says about it
-    grace: float = 0.0  # seconds for which this rank waits longer than one that waits for the rank at fault itself
+    depth: int = 0  # how many ranks wait for each other from here to the one at fault
 
 
 class Patience:
@@ -271,16 +272,20 @@ class Pump(NotCopied, instead="make one for each link"):
 
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
-        if kind is Completed.DAMAGED:
-            what = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
-            raise self._link.damaged(peer, what)
-        if is_of_gather(tag):
-            assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
-            self._gather.over(completion)
-        elif kind is Completed.SENT:
-            self._sums.sent(peer, tag)
-        else:
-            self._sums.received(peer, tag, self._link.borrowed(peer, tag))
+        try:
+            if kind is Completed.DAMAGED:
+                what = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
+                raise self._link.damaged(peer, what)
+            if is_of_gather(tag):
+                assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
+                self._gather.over(completion)
+            elif kind is Completed.SENT:
+                self._sums.sent(peer, tag)
+            else:
+                self._sums.received(peer, tag, self._link.borrowed(peer, tag))
+        except ExchangeError:
+            self._link.lost = peer  # the others are told whose fault it is
+            raise
 
     def _begin(self) -> bool:
         """Begin the transfers that are to be made now; returns whether there were any."""
@@ -357,7 +362,8 @@ class Pump(NotCopied, instead="make one for each link"):
                 if waited > _PAUSE_SECONDS:
                     self._look_closer(work)
                     patience.look(waited, self._link, late)
-                was_late, is_late = is_late, waited > seconds and waited > seconds + late().grace
+                was_late = is_late
+                is_late = waited > seconds and waited > seconds + late().depth * (_GRACE_SECONDS + seconds / 10)
                 if was_late and is_late:
                     raise self._too_late(late(), seconds)
             # Before it gives up it sees what has come meanwhile.
@@ -372,6 +378,7 @@ class Pump(NotCopied, instead="make one for each link"):
         if late is not None and is_of_gather(self._link.held().get(late.peer, 0)):
             what = f"{self._link.named(late.peer)} is in another call than rank {self._link.rank}: it tells something"
             expected = f"{late.what} in step {self._sums.step}"
+            self._link.lost = late.peer
             raise ExchangeError(what, expected=expected, do="make the same calls in the same order on all ranks")
 
     def _too_late(self, late: Late, seconds: float) -> DeadlineExceeded:
@@ -393,10 +400,10 @@ class Pump(NotCopied, instead="make one for each link"):
         if late is None:
             return Late([rank], where, f"rank {rank} waits for {where} and has not started all of its spans")
         error = f"{self._link.named(late.peer)} is late: rank {rank} waits for {late.what} in {where}"
-        return Late([late.peer], where, error, 0.0 if late.is_part else _GRACE_SECONDS)
+        return Late([late.peer], where, error, int(not late.is_part))
 
     def _late_for(self, gather: Gather, what: str) -> Late:
         late, sums = gather.awaited, self._all_reduce
         who = f"{self._link.named(late[0])} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
-        where, grace = (what, 0.0) if sums is None else (f"step {sums.step}", 2 * _GRACE_SECONDS)
-        return Late(late, where, f"{who} late for {what}, rank {self._link.rank} waits", grace)
+        where, depth = (what, 0) if sums is None else (f"step {sums.step}", 2)
+        return Late(late, where, f"{who} late for {what}, rank {self._link.rank} waits", depth)

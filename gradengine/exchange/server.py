@@ -226,11 +226,7 @@ class Hub(Pump, instead="make one for each group"):
     # ---- inside ----
 
     def _report(self, completion: Completion) -> None:
-        try:
-            super()._report(completion)
-        except ProtocolError:
-            self.ranks.lost = completion.peer  # the others are told whose fault it is
-            raise
+        super()._report(completion)
         if self._gathered.is_done:
             parts = self._gathered.parts[:-1]
             self._next_gather(b"")

@@ -84,7 +84,7 @@ def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
     def all_to_all(sent: Sequence[Bytes]) -> Sequence[Bytes]:
         sizes = [sent[each].size for each in order]
         counts = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
-        with _all_ranks(rank):
+        with _all_ranks(rank, CollectiveLink.way_on):
             distributed.all_to_all_single(counts, torch.tensor(sizes, device="cpu"), group=ours)
             received = torch.empty(int(counts.sum()), dtype=torch.uint8, device="cpu")
             data = torch.from_numpy(np.concatenate([sent[each] for each in order]))
@@ -104,14 +104,14 @@ def _new_group(distributed: Any, ranks: Sequence[int], timeout: float, backend: 
 
 
 @contextlib.contextmanager
-def _all_ranks(rank: int) -> Iterator[None]:
+def _all_ranks(rank: int, do: str = "call connect with the process group on all of its ranks") -> Iterator[None]:
     """Raise torch's errors as `PeerLost`."""
     try:
         yield
     except RuntimeError as fault:
         words = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
         what = f"rank {rank} does not find all ranks of the process group ({words})"
-        raise PeerLost(what, do="call connect with the process group on all of its ranks") from None
+        raise PeerLost(what, do=do) from None
 
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:

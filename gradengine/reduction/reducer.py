@@ -25,7 +25,7 @@ from gradengine.kernels import ClipPlan, Decision, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
-from gradengine.reduction.stats import Finding, Place, StepStats, TensorParallelGroup, agree
+from gradengine.reduction.stats import Finding, Scale, StepStats, TensorParallelGroup, agree
 from gradengine.threads import cached_property
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
@@ -198,7 +198,7 @@ class Reducer:
         elif self.on_device is not None:
             stats = self._agree_on_device(self.on_device, scale)
         else:
-            stats = self._agree_on_host(Place(self.step, *scale))
+            stats = self._agree_on_host(scale)
         self._state.enter(Event.AGREE)
         if self.on_device is None and not stats.micro_batches:
             self.begin(self.step + 1)  # as all ranks do
@@ -284,17 +284,18 @@ class Reducer:
 
     # ---- inside ----
 
-    def _agree_on_host(self, place: Place) -> StepStats:
+    def _agree_on_host(self, scale: Scale) -> StepStats:
         if self.is_only_worker or self.workers is None:
             self._accumulator.measure_rest()
             self._state.enter(Event.SEND)
-            return self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena)), place)
+            return self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena)), self.step, scale)
         self.start(self._layout.spans, in_background=False)
         self.sums = self.workers.wait()
         self._state.enter(Event.SEND)
         # The exchange has measured the sums, the same on all devices: a device rounds in another order than a host.
         totals = self._host_partials.totals_of(self.sums.squares)
-        return agree(self.workers, self.parts.agree(self._stats(totals), place), place)
+        mine = self.parts.agree(self._stats(totals), self.step, scale)
+        return agree(self.workers, mine, self.step, scale)
 
     def _agree_on_device(self, sums: DeviceSums, scale: tuple[float, int]) -> StepStats:
         accumulator = self._accumulator

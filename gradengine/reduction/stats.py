@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from gradengine.kernels.decision import Scalar
 from gradengine.layout import GradientLayout
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Scale: TypeAlias = tuple[float, int]  # the loss scale, and the finite steps in a row that a dynamic one has seen
 Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, worker's rank
 
 _FINDINGS = [int, int, float, int], [int, int, float, type(None)]
@@ -50,21 +51,7 @@ class StepStats:
         return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
-class Place(NamedTuple):
-    """What must be the same on all ranks in a step.
-
-    Attributes:
-        step: The step's number.
-        scale: The loss scale.
-        tracker: The finite steps in a row that a dynamic loss scale has seen.
-    """
-
-    step: int
-    scale: float = 1.0
-    tracker: int = 0
-
-
-def agree(exchange: Exchange, mine: StepStats, place: Place) -> StepStats:
+def agree(exchange: Exchange, mine: StepStats, step: int, scale: Scale) -> StepStats:
     """Return the same stats on all ranks: weights and counts summed in rank order.
 
     The squared sums are each rank's own: all have them from the shares' owners, bit for bit.
@@ -73,29 +60,32 @@ def agree(exchange: Exchange, mine: StepStats, place: Place) -> StepStats:
         ExchangeError: A rank is at another step, or has another loss scale.
         ProtocolError: A rank's stats are impossible.
     """
-    stats, unused = stats_of_all(exchange, mine, place)
+    stats, unused = stats_of_all(exchange, mine, step, scale)
     weight, counts = ordered_sum([one.weight for one in stats]), [one.micro_batches for one in stats]
     return StepStats(weight, sum(counts), mine.totals, unused, len(counts) - counts.count(0))
 
 
-def stats_of_all(exchange: Exchange, mine: StepStats, place: Place, window: str = "") -> tuple[list[StepStats], Flags]:
+def stats_of_all(
+    exchange: Exchange, mine: StepStats, step: int, scale: Scale, window: str = ""
+) -> tuple[list[StepStats], Flags]:
     """Return every rank's stats, in rank order, and flags of the components that got no gradient on any rank.
 
     Args:
         exchange: The exchange over these ranks.
         mine: This rank's stats.
-        place: What must be the same on all of them.
+        step: The step's number, which must be the same on all of them, as `scale`.
+        scale: The loss scale.
         window: The window's weights as text, which must be the same on all ranks too. With it the ranks also send
             their squared sums.
 
     Raises:
         ExchangeError, ProtocolError: As `agree`.
     """
-    scale = f"{place.scale!r} for {place.tracker} steps" if place.tracker else repr(place.scale)
+    shown_scale = f"{scale[0]!r} for {scale[1]} steps" if scale[1] else repr(scale[0])
     totals = mine.totals.astype("<f8").tobytes() if window else b""
-    own = [scale, window, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals]
+    own = [shown_scale, window, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals]
     # Not by `tell`, which keeps its answers: a step that was refused is run again with the right loss scale.
-    told = gathered(exchange.all_gather(packed(f"stats of step {place.step}", own)))
+    told = gathered(exchange.all_gather(packed(f"stats of step {step}", own)))
     stats = [_read(rank, facts, own) for rank, facts in enumerate(told)]
     for rank, facts in enumerate(told):
         for name, got, expected in zip(("loss_scale", "window"), facts, told[0], strict=False):
@@ -140,12 +130,12 @@ class TensorParallelGroup:
             exchange.bind(GradientLayout.of(compared), nothing, step=step, settings=settings, replaces=self.exchange)
             self.exchange, self.is_alone = exchange, exchange.world_size == 1
 
-    def agree(self, mine: StepStats, place: Place) -> StepStats:
+    def agree(self, mine: StepStats, step: int, scale: Scale) -> StepStats:
         """Return the whole model's stats from this rank's: the same on all ranks of the group."""
         if self.exchange is None or self.is_alone:
             return mine
         with _InGroup():
-            parts, unused = stats_of_all(self.exchange, mine, place, _described(self._accumulator.weights))
+            parts, unused = stats_of_all(self.exchange, mine, step, scale, _described(self._accumulator.weights))
             return replace(mine, totals=self._totals_of_the_model([part.totals for part in parts]), unused=unused)
 
     def first_found(self, mine: Finding | None, step: int) -> tuple[Finding, int | None] | None:

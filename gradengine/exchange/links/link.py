@@ -73,7 +73,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     but any may close it, except while memory is borrowed.
 
     Attributes:
-        name: The link's kind: "tcp", "unix", "shared_memory", "threads" or "mpi".
+        name: The link's kind: "tcp", "unix", "shared_memory", "threads", "mpi" or "collectives".
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
         bell: Wakes the thread that uses this link; rung, from any thread, when `poll` may have something new.
