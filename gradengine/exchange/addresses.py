@@ -168,7 +168,7 @@ def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> lis
     return [(host_of_rank_0, int(each[1])) if each[0] in _EVERYWHERE else each for each in addresses]
 
 
-def refuse_other_link(link: str | None, address: Address) -> None:
+def refuse_impossible(link: str | None, address: Address) -> None:
     """Raise `CallerError` for an unknown link, one that is not possible at this address, or a path that is too long."""
     if isinstance(address, str) and len(address.encode(errors="replace")) > MOST_PATH_BYTES:
         raise CallerError("the path is too long", got=address, expected=f"at most {MOST_PATH_BYTES} bytes")

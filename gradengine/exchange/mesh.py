@@ -95,7 +95,7 @@ class Meeting(NotCopied, instead="connect in the process that steps"):
         self._who = "the server" if self._is_server else f"rank {rank}"
         self._at = address.address if isinstance(address, Listener) else addresses.checked_address(address)
         self._secret, self._given_job, self._is_served, self._tls, self._ports = secret, job, is_served, tls, ports
-        addresses.refuse_other_link(link, self._at)
+        addresses.refuse_impossible(link, self._at)
         self._link = link  # rank 0's is that of all once they have met
         if is_served and link is not None:
             raise CallerError("served=True takes no link: each rank has one connection", do="leave link out")
