@@ -494,6 +494,19 @@ def test_a_message_that_comes_before_it_is_received_waits_with_those_after_it(st
     assert all((sink == tag).all() for tag, sink in sinks.items())
 
 
+def test_memory_that_a_message_has_begun_to_fill_does_not_count_as_unwritten(stranger):
+    """A share whose sum has begun to arrive is not this rank's part any more."""
+    link, theirs = stranger
+    for tag in (5, 6, 7):
+        link.receive(1, tag, np.zeros(2))
+    theirs.send(message(5, bytes(16)) + message(6, bytes(16))[:-1])
+    assert until(1, link) == [[(RECEIVED, 1, 5)]]
+    while not link._connections[1].receiving:
+        assert link.poll() == []
+    link.close()
+    assert link.unwritten == [(RECEIVED, 1, 7)]
+
+
 def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stranger):
     link, theirs = stranger
     link.send(1, 7, np.zeros(16_000_000))

@@ -179,6 +179,7 @@ def test_a_window_that_is_joined_anew_after_a_verdict_is_lost_and_the_next_one_i
         with pytest.raises(HandshakeRefused, match="the window of step 0 is lost"):
             engine.reconnect(second[exchange.rank])
         engine.discard()
+        assert engine.current_step == 0, "all make this step again"
         engine.add(all_of(1 + exchange.rank))
         with pytest.raises(PeerLost, match=r"reconnect on all ranks"):
             engine.step()
