@@ -76,9 +76,12 @@ class Gather:
     def over(self, completion: Completion) -> None:
         """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 1 MiB."""
         kind, peer, tag = completion
-        self._open.remove(completion)
-        if kind is not Completed.RECEIVED:
-            return
+        if kind is Completed.RECEIVED:
+            self._read(peer, tag)
+        self._open.remove(completion)  # last: a gather of which a part was refused is never done
+
+    def _read(self, peer: int, tag: int) -> None:
+        """Read a piece of what a rank has sent."""
         received = self._received[peer]
         length = int(received[:_LENGTH].view("<i8")[0])
         if not 0 <= length <= self._most:
