@@ -13,7 +13,11 @@ from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links.collectives import CollectiveLink
 from gradengine.exchange.links.link import Completed, Completion
-from gradengine.kernels import CHUNK
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
+from gradengine.exchange.pump import Pump
+from gradengine.exchange.shares import shares_of
+from gradengine.kernels import CHUNK, HostKernels
+from gradengine.layout import GradientLayout
 
 
 class Rounds:
@@ -111,3 +115,35 @@ def test_a_rank_that_does_not_come_is_an_error_on_all_others():
     for call in (link.poll, lambda: link.send(0, 1, np.zeros(1)), lambda: link.receive(0, 1, np.zeros(1))):
         with pytest.raises(PeerLost, match="is closed"):
             call()
+
+
+def test_a_rank_that_waits_while_a_round_hangs_leaves_the_error_to_the_round():
+    """It cannot see which rank is missing: a deadline of its own would name an innocent one."""
+    in_round, is_over, now = threading.Event(), threading.Event(), 0.0
+
+    def all_to_all(_):
+        in_round.set()
+        assert is_over.wait(60)
+        raise PeerLost("not all ranks take part in a round")
+
+    def clock():  # a second at each look, until the waiting rank's time is over
+        nonlocal now
+        if in_round.is_set() and now < 10.0:
+            now += 1.0
+        elif in_round.is_set():
+            is_over.set()
+        return now
+
+    layout = GradientLayout.of({"w": (8,), "v": (8,)})
+    shares = tuple(share._replace(owner=1) for share in shares_of(layout, 2, 4))
+    arena = np.zeros(layout.arena_size, np.float32)
+    pump = Pump(CollectiveLink(1, 2, all_to_all), clock=clock)
+    sums = OrderedAllReduce(1, 2, layout, shares, arena, HostKernels(threads=1))
+    pump.run(sums)
+    with pump.lock:
+        sums.start(*layout.spans)
+        pump.wake(in_background=True)
+    assert in_round.wait(60)
+    with pytest.raises(PeerLost, match="not all ranks take part"):
+        pump.wait(8.0)
+    pump.close()

@@ -363,7 +363,9 @@ class Pump(NotCopied, instead="make one for each link"):
                     self._look_closer(work)
                     patience.look(waited, self._link, late)
                 was_late = is_late
-                is_late = waited > seconds and waited > seconds + late().depth * (_GRACE_SECONDS + seconds / 10)
+                # A link with a time limit fails first: nobody can see here which rank does not poll.
+                grace = _GRACE_SECONDS + seconds / 10
+                is_late = waited > seconds and waited > seconds + (late().depth + self._link.has_limit) * grace
                 if was_late and is_late:
                     raise self._too_late(late(), seconds)
             # Before it gives up it sees what has come meanwhile.

@@ -40,7 +40,7 @@ class CollectiveLink(Link):
     """
 
     name = COLLECTIVES
-    is_polled = True
+    is_polled = has_limit = True
 
     def __init__(self, rank: int, world_size: int, all_to_all: AllToAll, way_on: str = Link.way_on) -> None:
         self.rank, self.world_size, self.way_on = rank, world_size, way_on

@@ -77,6 +77,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         rank: This rank, 0..world_size - 1.
         world_size: Ranks in the group.
         bell: Wakes the thread that uses this link; rung, from any thread, when `poll` may have something new.
+        has_limit: Whether a poll waits until all ranks poll, and fails after a time limit of its own.
         is_polled: Whether the bell is not rung for that, so that the link must be polled.
         reads_in_place: Whether this link has `borrow`.
         hub: The number of the server, the world size, if all is sent through it: this rank is then linked to no other,
@@ -95,6 +96,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
     world_size: int
     bell: Bell
     is_polled: bool = False
+    has_limit: bool = False
     reads_in_place: bool = False
     hub: int | None = None
     moved_bytes: int = 0
