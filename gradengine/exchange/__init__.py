@@ -73,21 +73,25 @@ The states of a group
 - between steps: a rank may leave without an error at the others, because nobody waits for it.
 - summing: parts and sums are on their way. The arena may not be read or written.
 - summed: the arena holds the sums, and `wait` returns the same again.
-- ended: every call raises the first error. `holds_sums` says whether the arena is still this rank's own part.
+- ended: every call that needs another rank raises the first error. `wait` and `tell` return what is here already,
+  and `start` leaves the error to `wait`. `holds_sums` says whether the arena is still this rank's own part.
 
 What each failure does
 ----------------------
 
-- A wrong call is a `CallerError` or `WindowError`. Nothing was sent, and the exchange is as it was.
+- A wrong call is a `CallerError` or `WindowError`. Nothing was sent, and the exchange is as it was. In `bind` it ends
+  the exchange if the ranks have met already: buckets that cut the layout into too many shares are found then.
 - A rank with a different secret, job or world size is refused when it calls. The others wait for the right one until
   `join_timeout`, and then name the last refusal. Ranks that differ in layout, settings or step all get the same
-  `HandshakeRefused`, which names the rank and the difference. Nothing was summed.
+  `HandshakeRefused`, which names the rank and the difference. Nothing was summed. A rank with another `link=` than rank
+  0 is refused by itself, and the others lose it.
 - A rank that is gone (`PeerLost`), late (`DeadlineExceeded`) or says what it should not (`ProtocolError`) ends the
   group. Each rank closes its link, and says there which rank it has lost, so that all that hear it name the same one.
   A rank that is amid a message at that moment may name the one that closed.
 - A rank that waits for a part names the rank at fault itself. It gives up first. A rank that waits for a sum gives up
   a second and a tenth of the timeout later, and one that waits in a gather twice that later, since they depend on it.
-  If ranks come to a step with a larger difference, or have different timeouts, they may name an innocent one.
+  If ranks come to a step with a larger difference, or have different timeouts, they may name an innocent one. So they
+  may if a part of a share takes longer than the timeout: the owner sees its bytes, and those who wait for the sum not.
   A rank that is a step ahead names a rank that is still in the last step's gather, since it cannot see for whom that
   one waits.
 - Nothing is gone on with in the middle. If no rank holds sums, the ranks meet in a new group and step again from their
