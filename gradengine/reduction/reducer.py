@@ -172,7 +172,7 @@ class Reducer:
         """Return every worker's facts, in rank order; see `Exchange.tell`."""
         return gathered([packed(what, facts)]) if self.workers is None else self.workers.tell(what, facts)
 
-    def agree(self, scale: tuple[float, int]) -> StepStats:
+    def agree(self, scale: Scale) -> StepStats:
         """Sum the arena over all workers, and return the step's stats, the same on all of them.
 
         Where the workers sum on their GPUs, the sums are only queued, and the totals known on the device alone.
@@ -297,7 +297,7 @@ class Reducer:
         mine = self.parts.agree(self._stats(totals), self.step, scale)
         return agree(self.workers, mine, self.step, scale)
 
-    def _agree_on_device(self, sums: DeviceSums, scale: tuple[float, int]) -> StepStats:
+    def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
         accumulator = self._accumulator
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.total_weight
