@@ -73,7 +73,7 @@ def cases(count: int) -> dict[str, Callable[[], list[Any]]]:
 
 def measured(count: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds a tensor: framework -> {"same", "new"}."""
-    device, layout, places = kernels_for("cpu").device, GradientLayout.of([SHAPE] * count), Span.at(range(count))
+    device, whole = kernels_for("cpu").device, Span.of(GradientLayout.of([SHAPE] * count).slots, "the layout")
     makers = cases(count)
     kinds = [(framework, kind) for framework in makers for kind in ("same", "new")]
     arrivals = {which: Intake(device, device.allocate(1)) for which in kinds}
@@ -83,7 +83,7 @@ def measured(count: int, rounds: int) -> dict[str, dict[str, float]]:
         for framework, make in makers.items():
             for kind, arrays in (("same", kept[framework]), ("new", make())):
                 start = time.perf_counter()
-                arrivals[framework, kind].contribution(places, layout.slots, arrays)
+                arrivals[framework, kind].contribution(whole, arrays)
                 samples[framework][kind].append(1e6 * (time.perf_counter() - start) / count)
     return {f: {kind: statistics.median(taken) for kind, taken in kinds.items()} for f, kinds in samples.items()}
 

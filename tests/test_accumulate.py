@@ -10,14 +10,12 @@ import strategies as draw
 from accumulators import ODD, SMALL, closed, new, ones, state
 from devices import assign, nothing_is_launched, put_all, raw
 from operations import growth
-from producers import Producer
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import State
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.kernels import CHUNK
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.operands import AddressCheck
 from gradengine.layout import GradientLayout
 
 TWO = GradientLayout.of({"layers.0.w": (2,), "head": (2,)})
@@ -157,25 +155,6 @@ class TestHold:
         accumulator.block(0)  # folds what came with the block, too
         accumulator.add_non_block("head", shared)
 
-    @pytest.mark.parametrize(
-        "fold",
-        [
-            lambda accumulator, gradient: accumulator.add_block(0, [gradient]),
-            lambda accumulator, _: accumulator.has_non_finite(),
-            lambda accumulator, _: accumulator.block(0),
-            lambda accumulator, _: accumulator.views(),
-            lambda accumulator, _: accumulator.close(),
-        ],
-        ids=["a part that came apart", "has_non_finite", "block", "views", "close"],
-    )
-    def test_memory_that_is_gone_is_not_read_whatever_call_folds_it(self, backend, fold, monkeypatch):
-        accumulator = new(TWO, hold=3, backend=backend)
-        head, other = put_all(backend, [ones()] * 2)
-        accumulator.add([raw(backend.buffer(ones())), head])
-        monkeypatch.setattr(AddressCheck, "moved", lambda self, columns: columns[0])
-        with nothing_is_launched(backend), pytest.raises(BufferRefused, match=r"'layers\.0\.w' was given other memory"):
-            fold(accumulator, other)
-
     @pytest.mark.parametrize("wholes", [0, 3])
     def test_a_block_costs_the_same_however_many_there_are(self, wholes):
         """Four micro-batches held, the last of them, or all, block by block: nothing that other blocks hold is read."""
@@ -196,96 +175,6 @@ class TestHold:
             return window
 
         assert growth(work_of, 30) < 2.2
-
-
-# Arrays of the same values, whose elements do not lie in C order.
-STRIDED = {
-    "Fortran order": np.asfortranarray,
-    "a transpose": lambda array: np.ascontiguousarray(array.T).T,
-    "negative strides": lambda array: np.ascontiguousarray(np.flip(array))[(slice(None, None, -1),) * array.ndim],
-    "every second": lambda array: np.stack([array, array], -1)[..., 0],
-    "broadcast": lambda array: np.broadcast_to(array[:1], array.shape),
-    "overlapping itself": lambda array: np.lib.stride_tricks.as_strided(array, strides=(array.itemsize,) * array.ndim),
-}
-WAYS = {
-    "numpy": lambda array: array,
-    "a DLPack producer": Producer,
-    "torch": lambda array: pytest.importorskip("torch").from_dlpack(Producer(array)),
-}
-
-
-@pytest.mark.parametrize("hold", [1, 3])
-class TestStrided:
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("strided", STRIDED)
-    def test_copies_have_the_bits_of_contiguous_gradients(self, strided, way, hold):
-        if (strided, way) == ("negative strides", "torch"):  # which has none
-            return
-        layout = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (4, 2, 3), "flat": (7,), "head": (6, 1)})
-        copying, other = (PerBlockGradientAccumulator(layout, hold=hold, copy_strided=on) for on in (True, False))
-        for seed, dtype in enumerate([*draw.DTYPES, "float32"]):
-            arrays = [STRIDED[strided](array) for array in draw.random_gradients(seed, layout.slots, dtype)]
-            assert any(not array.flags.c_contiguous for array in arrays)
-            other.add([array.copy() for array in arrays], seed + 1)
-            given = [WAYS[way](array) for array in arrays]
-            if seed % 2:
-                copying.add(given, seed + 1)
-            else:
-                for block in (0, 1):
-                    copying.add_block(block, given[block : block + 1], seed + 1)
-                copying.add_non_block("flat", given[2], seed + 1)
-                copying.add_non_block("head", given[3], seed + 1)
-        for accumulator in (copying, other):
-            accumulator.close(measure=True)
-        draw.assert_same_bits(copying.memory.data, other.memory.data)
-        draw.assert_same_bits(copying.kernels.totals(copying.arena), other.kernels.totals(other.arena))
-
-    def test_a_copy_is_of_the_values_at_its_add_and_what_is_contiguous_is_read_where_it_is(self, hold):
-        layout = GradientLayout.of([(2, 3), (2, 2)])
-        accumulator = PerBlockGradientAccumulator(layout, hold=hold, copy_strided=True)
-        strided, contiguous = np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)
-        accumulator.add([strided.T, contiguous])
-        strided[:], contiguous[:] = 2, 5
-        if hold > 1:
-            with pytest.raises(BufferRefused, match="component '1' is held"):
-                accumulator.add([strided.T, contiguous])
-        accumulator.add([strided.T, None])
-        strided[:] = 100
-        first, second = closed(accumulator).values()
-        assert first.tolist() == [[3] * 3] * 2
-        assert second.tolist() == [[5 if hold > 1 else 1] * 2] * 2
-
-    @pytest.mark.parametrize(
-        ("array", "kind", "message"),
-        [
-            (lambda a: a.T.copy().T.astype(np.float64, order="K"), BufferRefused, "got float64"),
-            (lambda a: np.ma.masked_less(np.asfortranarray(a), 0), BufferRefused, "masked"),
-            (np.transpose, LayoutMismatch, "the wrong shape"),
-            (lambda a: Producer(a.T), LayoutMismatch, "the wrong shape"),
-            (lambda a: np.broadcast_to(a[0, 0], (1 << 40, 3)), LayoutMismatch, "the wrong shape"),
-            (lambda a: Producer(np.asfortranarray(a), data=0), BufferRefused, "'w' is not at a valid address"),
-            (lambda a: Producer(np.asfortranarray(a), bits=64), BufferRefused, "got float64"),
-            (lambda a: Producer(np.asfortranarray(a), device=(2, 0)), BufferRefused, "got cuda:0"),
-            (lambda a: 3.0, BufferRefused, "'w' is not an array"),
-            (lambda a: parameter(a.T.copy().T), BufferRefused, "requires grad"),
-        ],
-    )
-    def test_what_would_be_refused_anyway_changes_nothing(self, array, kind, message, hold):
-        accumulator = PerBlockGradientAccumulator(GradientLayout.of({"w": (2, 3)}), hold=hold, copy_strided=True)
-        with pytest.raises(kind, match=message):
-            accumulator.add([array(np.ones((2, 3), np.float32))])
-        assert accumulator.accumulated_count == 0
-
-
-def parameter(array):
-    torch = pytest.importorskip("torch")
-    return torch.nn.Parameter(torch.from_numpy(array))
-
-
-def test_a_gpus_strided_gradients_are_not_copied(device):
-    with pytest.raises(CallerError, match="copy_strided") as refusal:
-        PerBlockGradientAccumulator(ODD, device.kernels, copy_strided=True)
-    assert "cuda" in refusal.value.got
 
 
 class TestRefused:

@@ -1,4 +1,4 @@
-"""Arrays are looked at once, and known again only while they are the same at the same place."""
+"""Gradients are looked at once, and those of the same form are taken where they lie."""
 
 import gc
 import sys
@@ -38,12 +38,13 @@ def pointers(contribution):
     return [int(address) & ADDRESS for address in contribution.addresses]
 
 
-def test_several_sets_are_known_the_second_time(device, lookup, arrivals):
+def test_sets_of_one_form_are_looked_at_once(device, lookup, arrivals):
     sets = [arrays_of(device) for _ in range(4)]
     for arrays in sets * 3:
         contribution = arrivals.contribution(WHOLE, list(arrays))
         assert pointers(contribution) == [array.data.ptr for array in arrays]
-    assert lookup.looked == 4 * 2
+        assert contribution.present.tolist() == [True, True]
+    assert lookup.looked == 2
 
 
 def test_another_array_or_none_in_the_same_list_is_another_set(device, arrivals):
@@ -62,14 +63,14 @@ def tensors(device, monkeypatch):
     return tensors_of(arrays_of(device))
 
 
-def test_tensors_are_known_again_and_those_that_moved_or_are_new_are_looked_at(device, lookup, arrivals, tensors):
-    moved, again = tensors, [Tensor(tensor.array) for tensor in tensors]
-    for given, looked in ((tensors, 2), (tensors, 2), (again, 4), (moved, 6)):
-        if looked == 6:
-            moved[0].array = arrays_of(device)[0]
+def test_tensors_that_moved_or_are_new_are_taken_where_they_lie(device, lookup, arrivals, tensors):
+    again = [Tensor(tensor.array) for tensor in tensors]
+    for given in (tensors, tensors, again, tensors):
+        if given is again:
+            tensors[0].array = arrays_of(device)[0]
         contribution = arrivals.contribution(WHOLE, given)
         assert pointers(contribution) == [tensor.data_ptr() for tensor in given]
-        assert lookup.looked == looked
+    assert lookup.looked == 2
 
 
 def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
@@ -80,9 +81,7 @@ def test_a_tensor_of_another_dtype_now_is_looked_at_again(arrivals, tensors):
 
 
 class TestByTheirForm:
-    """A loop that makes new arrays is noticed: to remember them costs as much as to look at them. Those of one form are
-    taken as they lie.
-    """
+    """A loop that makes new arrays of one form has each taken as it lies."""
 
     @pytest.fixture(params=["torch", "CuPy"])
     def new(self, request, device, tensors):
@@ -99,8 +98,7 @@ class TestByTheirForm:
 
     @pytest.fixture
     def noticed(self, new, add):
-        for _ in range(20):
-            add(new())
+        add(new())
 
     @pytest.fixture
     def lies_at(self):
@@ -108,8 +106,7 @@ class TestByTheirForm:
 
     def test_they_are_looked_at_no_more(self, lookup, new, add, noticed, lies_at):
         looked = lookup.looked
-        assert looked < 15 * 2
-        for _ in range(20):
+        for _ in range(5):
             arrays = new()
             contribution = add(arrays)
             assert pointers(contribution) == [lies_at(array) for array in arrays]
@@ -139,15 +136,6 @@ class TestByTheirForm:
     def test_one_without_a_gradient_is_looked_at(self, lookup, new, add, noticed):
         assert add([new()[0], None]).present.tolist() == [True, False]
 
-    def test_a_held_one_that_moved_is_told(self, lookup, new):
-        arrivals = Intake(lookup, lookup.allocate(64), holds=True)
-        for _ in range(20):
-            contribution = arrivals.contribution(WHOLE, arrays := new())
-        assert contribution.address_check.moved([0, 1]) is None
-        if isinstance(arrays[1], Tensor):
-            arrays[1].array = new()[1].array
-            assert contribution.address_check.moved([0, 1]) == 1
-
     def test_nobodys_memory_is_kept(self, new, add, noticed):
         arrays = new()
         gone = weakref.ref(arrays[0])
@@ -162,19 +150,10 @@ def test_tensors_are_taken_by_their_form_behind_the_stream_that_torch_is_on_now(
         contribution = arrivals.contribution(WHOLE, tensors_of(arrays_of(device)))
         return {producer.stream() for producer in contribution.producers}
 
-    for _ in range(20):
+    for _ in range(3):
         assert producers() == {sys.modules["torch"].current.ptr}
     sys.modules["torch"].current = side = device.xp.cuda.Stream(non_blocking=True)
     assert producers() == {side.ptr}
-
-
-def test_sets_that_came_again_before_they_went_are_no_reason_to_give_up(device, lookup, arrivals):
-    """As a loop that changes its buffers now and then."""
-    for _ in range(100):
-        arrays = arrays_of(device)
-        for _ in range(2):
-            arrivals.contribution(WHOLE, arrays)
-    assert lookup.looked == 100 * 2
 
 
 def test_pointers_are_known_again(device, lookup, arrivals):
@@ -223,12 +202,3 @@ def test_nobodys_memory_is_kept(device, arrivals):
     del arrays
     gc.collect()
     assert gone() is None
-
-
-def test_a_set_of_which_one_is_gone_is_not_known_any_more(device, arrivals):
-    """Its id may be another array's from then on."""
-    for value in range(20):
-        arrays = arrays_of(device, value)
-        contribution = arrivals.contribution(WHOLE, arrays)
-        assert pointers(contribution) == [array.data.ptr for array in arrays]
-        del arrays, contribution

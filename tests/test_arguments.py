@@ -193,7 +193,7 @@ BLOCK = ge.BlockGradientSet(LAYOUT.blocks[0])
 VARIED = {
     "GradientEngine": (
         ge.GradientEngine, [LAYOUT, "cpu"], {},
-        "0 1 max_norm exchange on_non_finite micro_batches hold average loss_scale tp_exchange copy_strided",
+        "0 1 max_norm exchange on_non_finite micro_batches hold average loss_scale tp_exchange",
     ),
     "engine.add": (of_an_engine("add"), [gradients(), 1.0], {}, "0 1"),
     "engine.add_block": (of_an_engine("add_block"), [0, [floats()], 1.0], {}, "0 1 2 last"),
@@ -203,7 +203,7 @@ VARIED = {
     "engine.step": (stepped, [], {}, "loss_scale deferred out"),
     "engine.reconnect": (of_an_engine("reconnect"), [None], {}, "0 tp_exchange"),
     "RawBuffer": (raw, [], {}, "dtype device owner writable stream"),
-    "PerBlockGradientAccumulator": (ge.PerBlockGradientAccumulator, [LAYOUT, None], {}, "0 1 hold copy_strided"),
+    "PerBlockGradientAccumulator": (ge.PerBlockGradientAccumulator, [LAYOUT, None], {}, "0 1 hold"),
     "BlockGradientSet": (ge.BlockGradientSet, [LAYOUT.blocks[0], None], {}, "0 1"),
     "FusedClipState": (ge.FusedClipState, [[3], "cpu"], {}, "0 1"),
     "clip_gradients_fused": (ge.clip_gradients_fused, [[floats()], 1.0, STATE(), None], {}, "0 1 2 3"),

@@ -1,4 +1,4 @@
-"""Arrays known again: the same objects where they lay, and nobody's memory kept."""
+"""Arrays known again: by their form and their addresses, with nobody's memory kept."""
 
 import gc
 import weakref
@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
-from gradengine.arrays.known import KnownArrays, destination_reader_of, numpy_form, read_each, reader_of
+from gradengine.arrays.host import host_buffer
+from gradengine.arrays.known import KnownArrays, facts_of, may_be_known, views_at
+from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 LAYOUT = GradientLayout.of([(4, 6), (8,)])
@@ -17,55 +19,106 @@ def arrays(value=1.0):
     return [np.full(shape, value, np.float32) for shape in ((4, 6), (8,))]
 
 
-def known(sources):
-    return KnownArrays(sources, destination_reader_of(sources))
+def written(sources):
+    return facts_of(sources, np.ndarray, written=True)
 
 
-class TestKnown:
-    def test_the_same_arrays_are(self):
+def read(sources, ours=None):
+    return facts_of(sources, np.ndarray, ours)
+
+
+def raw(array, **changes):
+    return RawBuffer(
+        **{"pointer": array.ctypes.data, "size": array.size, "dtype": "float32", "owner": array, **changes}
+    )
+
+
+class TestFacts:
+    def test_they_are_those_of_the_memory_and_not_of_the_object(self):
         given = arrays()
-        assert known(given).are(given)
-        assert known(given).are(list(given))
-        assert not known(given).are(arrays())
-        assert not known(given).are(given[::-1])
+        assert written(given) == written([array.view() for array in given])
+        assert written(given) != written(arrays())
+        assert written(given) != written(given[::-1])
+        assert written(given).form == written(arrays()).form
 
     @pytest.mark.parametrize("change", [{"shape": (6, 4)}, {"shape": (24,)}, {"dtype": np.int32}])
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # NumPy would rather have views
-    def test_an_array_that_was_changed_in_place_is_not(self, change):
+    def test_an_array_that_was_changed_in_place_has_others(self, change):
         given = arrays()
-        found, form = known(given), numpy_form(given, None)
+        before = read(given), written(given)
         for name, value in change.items():
             setattr(given[0], name, value)
-        assert not found.are(given)
-        assert numpy_form(given, None) != form
+        assert read(given).form != before[0].form
+        assert written(given).form != before[1].form
 
-    def test_no_array_is_kept_or_kept_from_being_resized(self):
+    def test_what_is_not_read_as_it_lies_has_none(self):
+        array, of_a_view = arrays()[0], np.frombuffer(bytearray(96), np.float32)
+        assert read([array, None]) is None
+        assert read([np.ma.masked_array(array)]) is None
+        assert read([of_a_view]) is None  # its memory is not an array's
+        assert read([array[1:]]) is not None
+        assert read([array[1:]], ours=array) is None
+        assert read([]) is read([None]) is read([array, raw(array)]) is None
+
+    def test_what_cannot_be_written_has_none(self):
         given = arrays()
-        found, gone = known(given), weakref.ref(given[1])
-        assert found.are(given)
-        del given[1]
+        assert written([None, given[1]]).pointers == [0, given[1].ctypes.data]
+        given[0].flags.writeable = False
+        assert written(given) is None
+
+    @pytest.mark.parametrize("change", [{"size": 20}, {"dtype": "float16"}, {"writable": False}, {"stream": 1}])
+    def test_pointers_are_compared_field_by_field(self, change):
+        array = arrays()[0]
+        assert read([raw(array), None]).pointers == [array.ctypes.data, 0]
+        assert read([raw(array)]).form != read([raw(array, **change)]).form
+
+    def test_of_torch_all_that_decides(self):
+        torch = pytest.importorskip("torch")
+        tensor = torch.ones(4, 6)
+        complex_one = torch.view_as_complex(torch.ones(4, 6, 2))
+        others = [tensor.T, tensor.half(), tensor.view(24), tensor.detach().requires_grad_(), complex_one.conj().imag]
+        forms = [read([other]).form for other in (tensor, *others)]
+        assert all(forms.count(form) == 1 for form in forms)
+        assert read([torch.ones(3).to_sparse()]) is None
+
+
+class TestKnown:
+    def test_no_array_is_kept_and_few_sets_are(self):
+        known, given = KnownArrays(2), arrays()
+        facts, gone = written(given), weakref.ref(given[1])
+        for which in (facts, written(arrays()), written(arrays())):
+            known.keep(which, [host_buffer(array, "w") for array in given], list)
+        assert known.find(facts) is None
+        known.keep(facts, [host_buffer(array, "w") for array in given], list)
+        assert [view.pointer for view in known.find(facts)] == facts.pointers
+        del given[:]
         gc.collect()
         assert gone() is None
-        given[0].resize(1 << 20, refcheck=False)
-        assert not found.are([given[0], np.ones(8, np.float32)])
 
-    def test_what_is_not_read_as_it_lies(self):
-        array, of_a_view = arrays()[0], np.frombuffer(bytearray(96), np.float32)
-        assert numpy_form([array, None], None) is None
-        assert numpy_form([np.ma.masked_array(array)], None) is None
-        assert numpy_form([of_a_view], None) is None  # its memory is not an array's
-        assert numpy_form([array[1:]], None) is not None
-        assert numpy_form([array[1:]], array) is None  # ours
-        assert numpy_form([], None) is None
+    def test_arrays_of_a_known_form_are_viewed_where_they_lie(self):
+        known, given, others = KnownArrays(2), arrays(), arrays(2.0)
+        assert (
+            known.find(written(given)) is known.moved(written(given)) is known.find(None) is known.moved(None) is None
+        )
+        known.keep(written(given), [host_buffer(array, "w") for array in given], list)
+        assert known.find(written(others)) is None
+        views = known.moved(written(others))
+        assert [view.data.tolist() for view in views] == [array.ravel().tolist() for array in others]
+        assert [view.owner for view in views] == [None, None]
 
-    def test_kinds_that_cannot_be_asked_at_once(self):
-        array = arrays()[0]
-        raw = RawBuffer(array.ctypes.data, 24, "float32", owner=array)
-        assert reader_of([array, raw]) is None
-        assert reader_of([array]) is None
-        assert reader_of([None]) is None
-        assert destination_reader_of([raw]) is None
-        assert read_each([array, None]) == [None, None]
+    def test_an_address_that_must_be_checked_is_not_viewed(self):
+        views = [host_buffer(array, "w") for array in arrays()]
+        assert views_at([None, views[1]], [0, 4096])[1].pointer == 4096
+        assert views_at(views, [4096, 0]) is views_at(views, [4098, 4096]) is None
+
+    @pytest.mark.parametrize(
+        ("producer", "writable", "may"),
+        [(None, True, True), (NamedStream(5), True, True), (UnknownStream(), True, False), (None, False, False)],
+    )
+    def test_what_may_be_known(self, producer, writable, may):
+        view = host_buffer(arrays()[0], "w")
+        view.producer, view.writable = producer, writable
+        assert may_be_known([None, view]) is may
 
 
 class TestUse:

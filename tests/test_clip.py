@@ -173,53 +173,22 @@ def test_containers_are_clipped_as_their_arrays_in_a_list(backend, nested):
         draw.assert_same_bits(on_host(one), on_host(other))
 
 
-class TestKnownAgain:
-    """Host arrays that come again are not looked at again, and of those that do not come nothing piles up."""
-
-    @pytest.fixture
-    def looks(self, monkeypatch):
-        """Grows with each call whose arrays are looked at; what the thread knows is forgotten first."""
-        found, look = [], HostDevice.writable_views
-        monkeypatch.setattr(HostDevice, "writable_views", lambda *given: found.append(1) or look(*given))
-        monkeypatch.setattr(clip_module, "_resolved", clip_module._Resolved())
-        return found
-
-    @staticmethod
-    def clip_in_turn(count, times=1):
-        sets = [[draw.random_array([seed, size], size) for size in (3, 40)] for seed in range(count)]
-        for arrays in sets:
-            for _ in range(times):
-                clip_by_global_norm(arrays, 1.0)
-        return sets
-
-    def test_sets_in_turn_are_looked_at_once(self, looks):
-        sets = self.clip_in_turn(8)
-        for arrays in sets * 2:
-            clip_by_global_norm(arrays, 1.0)
-        assert len(looks) == 8
-
-    def test_a_set_stays_known_while_others_come_and_go(self, looks):
-        torch = pytest.importorskip("torch")
-        stays, gone = [torch.ones(40)], [torch.ones(40) for _ in range(11)]
-        clip_by_global_norm(stays, 1.0)
-        while gone:
-            clip_by_global_norm([gone.pop()], 1.0)
-        clip_by_global_norm(stays, 1.0)
-        assert len(looks) == 12
-
-    def test_a_loop_that_changes_its_arrays_now_and_then_is_no_loop_of_new_ones(self, looks):
-        self.clip_in_turn(40, times=3)
-        assert len(looks) == 40
-
-    def test_a_loop_of_new_ones_does_not_pay_for_remembering_each(self, looks, monkeypatch):
-        remembered, known = [], clip_module.KnownArrays
-        monkeypatch.setattr(clip_module, "KnownArrays", lambda *given: remembered.append(1) or known(*given))
-        self.clip_in_turn(100)
-        assert len(remembered) < 30
-
-    def test_of_many_sets_that_stay_few_are_kept(self, looks):
-        _kept = self.clip_in_turn(15)
-        assert len(clip_module._resolved._known) == 8
+def test_arrays_of_a_known_form_are_looked_at_once(monkeypatch):
+    looks, look = [], HostDevice.writable_views
+    monkeypatch.setattr(HostDevice, "writable_views", lambda *given: looks.append(1) or look(*given))
+    monkeypatch.setattr(clip_module, "_remembered", clip_module._Remembered())
+    sets = [[draw.random_array([seed, size], size) for size in (3, 40)] for seed in range(12)]
+    for arrays in sets * 2:
+        expected = [
+            array * np.float32(0.5 / np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in arrays)))
+            for array in arrays
+        ]
+        clip_by_global_norm(arrays, 0.5)
+        for array, wanted in zip(arrays, expected, strict=True):
+            np.testing.assert_allclose(array, wanted, rtol=1e-6)
+    assert len(looks) == 1
+    with pytest.raises(BufferRefused, match="overlap"):
+        clip_by_global_norm([sets[0][1][:3], sets[0][1]], 0.5)
 
 
 # What is refused: arrays made of six ones of fp32, and the error with the name of what is wrong.

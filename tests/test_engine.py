@@ -182,17 +182,6 @@ class TestWindows:
         with pytest.raises(WindowError, match="on any worker"):
             engine.step()
 
-    @pytest.mark.parametrize("hold", [1, 2])
-    def test_strided_gradients_are_copied_where_that_is_asked(self, hold):
-        engines = [new_engine(hold=hold, copy_strided=copies) for copies in (True, False)]
-        for seed in range(3):
-            for engine, order in zip(engines, "FC", strict=True):
-                engine.add([array.copy(order) for array in gradients_of(seed)], seed + 1)
-        with pytest.raises(BufferRefused):
-            engines[0].step(out=[np.zeros((5, 3), np.float32).T, None, None])
-        copying, other = (engine.step() for engine in engines)
-        assert (copying.norm, bits_of(copying)) == (other.norm, bits_of(other))
-
 
 class TestKeptViews:
     """A block or views that a user keeps: what is written to them counts in the window that is open."""
@@ -394,7 +383,7 @@ def test_a_window_takes_as_many_as_were_said_and_each_component_all_of_them():
     [{"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 0}, {"on_non_finite": "ignore"}, {"average": "mean"},
      {"max_norm": {"block 0": 1.0, "block 1": 0.0, "rest": 1.0}, "groups": "block"}, {"groups": "layer"},
      {"micro_batches": 0}, {"hold": 0}, {"loss_scale": 0.0}, {"device": "gpu"}, {"exchange": 5},
-     {"tp_exchange": "tcp://x:1"}, {"copy_strided": "yes"}, {"layout": [(3,)]}],
+     {"tp_exchange": "tcp://x:1"}, {"layout": [(3,)]}],
     ids=str,
 )  # fmt: skip
 def test_bad_options_are_refused_before_any_memory_is_taken(monkeypatch, options):

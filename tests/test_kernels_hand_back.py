@@ -9,8 +9,6 @@ import strategies as draw
 from backends import available
 from devices import nothing_is_launched
 from folds import accumulate, finalise, hand_back, measure, totals_of, zero_sums
-from hypothesis import given
-from hypothesis import strategies as st
 from kernel_calls import (
     ALL_16_BITS,
     OFFSETS,
@@ -25,7 +23,6 @@ from kernel_calls import (
 from gradengine.errors import CallerError
 from gradengine.kernels import CHUNK, ClipPlan, Decision, decide, kernels_for
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.operands import AddressCheck
 
 NAN, INF = math.nan, math.inf
 
@@ -204,15 +201,6 @@ class TestHandBack:
         skipping = Decision(NAN, (), (), (), (), (), NAN, skipped=True, bad=(0,))
         hand_back(backend.kernels, buffers, skipping, self.GROUPS, buffers)
         assert all((draw.storage_bits(backend.get(buffer)) == 0).all() for buffer in buffers)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.one_of(st.none(), st.integers(0, 2))), max_size=5), st.data())
-def test_the_first_asked_for_that_lies_elsewhere(places, data):
-    arrays = list(range(len(places)))
-    asked = data.draw(st.permutations(arrays)) if data.draw(st.booleans()) else arrays
-    asked = asked[: data.draw(st.integers(0, len(arrays)))]
-    check = AddressCheck(lambda some: [places[array][1] for array in some], arrays, [was for was, _ in places])
-    assert check.moved(asked) == next((column for column in asked if places[column][0] != places[column][1]), None)
 
 
 class TestFirstNonFinite:

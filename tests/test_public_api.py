@@ -62,7 +62,7 @@ def test_an_object_takes_no_attribute_but_what_has_a_setter(room, needs):
                 setattr(made, name, 1)
 
 
-@pytest.mark.parametrize("name", ["max_norm", "hold", "groups", "copy_strided", "device", "layout", "max_nrom"])
+@pytest.mark.parametrize("name", ["max_norm", "hold", "groups", "device", "layout", "max_nrom"])
 def test_a_fixed_attribute_is_refused_by_name(name):
     engine = gradengine.GradientEngine(gradengine.GradientLayout.of([(2,)]))
     with pytest.raises(FixedAttribute, match=rf"'{name}' of GradientEngine .*loss_scale; (make|keep) "):

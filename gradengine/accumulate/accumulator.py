@@ -26,7 +26,7 @@ from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_wei
 from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import CallerError, Fixed, NotCopied, WindowError
+from gradengine.errors import Fixed, NotCopied, WindowError
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
@@ -42,13 +42,12 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
     Args:
         layout: The components: names, shapes and order.
         kernels: The device's kernels; NumPy on the CPU by default.
-        hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
-        copy_strided: Copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when they are
-            added; without it they are refused. On the CPU only.
+        hold: Micro-batches kept by reference and added in one pass. Until then their arrays must stay unchanged, and
+            keep their memory.
         is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
 
     Raises:
-        CallerError: `hold` is not a whole number >= 1, or `copy_strided` is set with a GPU's kernels.
+        CallerError: `hold` is not a whole number >= 1.
 
     Attributes:
         layout: The components: names, shapes and order.
@@ -73,26 +72,18 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         kernels: Kernels | None = None,
         *,
         hold: int = 1,
-        copy_strided: bool = False,
         is_shared: bool = False,
     ) -> None:
         refuse_no_layout(layout)
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         self.kernels = kernels = kernels_for("cpu" if kernels is None else kernels)
-        copy_strided = truth_value("copy_strided", copy_strided)
-        if copy_strided and kernels.device.name != "cpu":
-            raise CallerError(
-                "copy_strided is for gradients in the CPU's memory",
-                got=f"device {kernels.device.name!r}",
-                do="pass contiguous gradients on a GPU: cupy.ascontiguousarray(array), tensor.contiguous()",
-            )
         self.memory = memory = kernels.device.allocate(layout.arena_size, is_shared=is_shared)
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
             kernels.fill_zero([memory.part(*gap) for gap in layout.padding])
         self._window = Window(len(layout.slots))
         self.state = StepState(kernels.device)
-        self._intake = Intake(kernels.device, memory, holds=self.hold > 1, copy_strided=copy_strided)
+        self._intake = Intake(kernels.device, memory)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
         # Components that may be written to through views: each step measures them again.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
@@ -402,11 +393,7 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
     # ---- saved and loaded ----
 
     def saved(self) -> SavedWindow:
-        """The window as it is now, held micro-batches folded; on a GPU this waits only for a copy of the arena.
-
-        Raises:
-            BufferRefused: A held gradient was given other memory, or freed.
-        """
+        """The window as it is now, held micro-batches folded; on a GPU this waits only for a copy of the arena."""
         self._fold_held()
         window, sums = self._window, np.empty(0, np.float32)
         if window.filled.any():
@@ -528,9 +515,8 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         self._window.filled[positions] = self._window.measured[positions] = True
 
     def _before_fold(self, span: Span) -> None:
-        """Raise the errors that, if raised during the fold, would leave the window half written."""
+        """Wait for the producers of what is held: an error in the fold would leave the window half written."""
         if self._window.held_with(span):
-            self._window.refuse_moved(span, self.layout.slots)
             self.kernels.device.wait_for(self._window.producers)
 
     def _fold(self, passes: Iterable[FoldPass], *, measure: bool) -> None:

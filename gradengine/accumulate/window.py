@@ -96,19 +96,6 @@ class Window:
                     do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
                 )
 
-    def refuse_moved(self, span: Span, slots: Sequence[Slot]) -> None:
-        """Raise `BufferRefused` if a held gradient is at another address than when it was added, or was freed."""
-        for contribution in [contribution for held in self.held_with(span) for contribution, _ in self._held[held]]:
-            check = contribution.address_check
-            moved = check.moved(np.flatnonzero(contribution.present).tolist()) if check else None
-            if moved is not None:
-                raise BufferRefused(
-                    f"component '{slots[contribution.slots.positions[moved]].name}' was given other memory, or "
-                    "freed, while it was held",
-                    expected="each micro-batch's gradients to stay as they are until they are folded",
-                    do="use hold=1, or do not change or free them; this window is lost: discard() it",
-                )
-
     def refuse_lagging(self, slots: Sequence[Slot]) -> None:
         """Raise `WindowError` if a component has fewer micro-batches than another."""
         lagging = np.flatnonzero(self.counts < len(self.weights)).tolist()

@@ -162,8 +162,7 @@ def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int],
         f"component '{component}' is not contiguous",
         got=f"shape {tuple(shape)} with strides {tuple(strides)} (in elements)",
         expected=f"strides {contiguous_strides(shape)}",
-        do=f"pass a contiguous copy{f', {call}' if call else ''}; a GradientEngine on the CPU with copy_strided=True "
-        "copies gradients itself, but destinations must be contiguous",
+        do=f"pass a contiguous copy{f': {call}' if call else ''}",
     )
 
 

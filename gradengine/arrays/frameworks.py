@@ -18,7 +18,7 @@ import numpy as np
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Array, Buffer, exported_view, not_contiguous, refuse_other_device
-from gradengine.arrays.dlpack import Exported, dlpack_device, exported, exporting_device
+from gradengine.arrays.dlpack import dlpack_device, exported, exporting_device
 from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
@@ -32,10 +32,11 @@ _NO_KIND = object()  # of which nothing is
 
 def is_torch(source: object) -> bool:
     """Whether this is a torch tensor or parameter; False for a subclass, whose memory may not hold its values."""
-    return type(source) in _torch_kinds()
+    return type(source) in torch_kinds()
 
 
-def _torch_kinds() -> tuple[object, object]:
+def torch_kinds() -> tuple[object, object]:
+    """Return torch's Tensor and Parameter, or what no array is an instance of."""
     torch = sys.modules.get("torch")  # half imported it lacks either name
     return getattr(torch, "Tensor", _NO_KIND), getattr(getattr(torch, "nn", None), "Parameter", _NO_KIND)
 
@@ -117,40 +118,6 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
 
-def torch_form(sources: Sequence[Any]) -> list[Any] | None:
-    """All that decides whether torch tensors are accepted, except address and `is_leaf`; None for other arrays.
-
-    It takes 0.4 us a tensor.
-    """
-    if not sources or type(sources[0]) is not (tensor := _torch_kinds()[0]) or set(map(type, sources)) != {tensor}:
-        return None
-    try:
-        return [(t.dtype, t.shape, t.device, t.layout, t.is_contiguous(), t.is_neg(), t.requires_grad) for t in sources]
-    except RuntimeError:  # a layout that has no such thing: whoever resolves it says so
-        return None
-
-
-def torch_pointers(tensors: Sequence[Any]) -> list[int] | None:
-    """The addresses of strided tensors; None if one has no memory, or may not be aligned to its elements."""
-    try:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-    except RuntimeError:  # inside of a torch.func transformation
-        return None
-    return pointers if all(pointers) and not any(pointer % 4 for pointer in pointers) else None
-
-
-def dlpack_export(source: object, component: str, devices: Sequence[str], stream: int | None = None) -> Exported:
-    """The array that a DLPack producer exports; raises `BufferRefused` unless `devices` names its device."""
-    is_neg = getattr(source, "is_neg", None)
-    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
-        raise _negated(component)
-    refuse_distributed(component, source)
-    refuse_other_device(exporting_device(source, component), component, devices)
-    tensor = exported(source, component, stream)
-    refuse_other_device(tensor.device, component, devices)
-    return tensor
-
-
 def dlpack_view(
     source: object,
     component: str,
@@ -158,11 +125,18 @@ def dlpack_view(
     stream: int | None = None,
     producer: ProducerStream | None = None,
 ) -> Buffer:
-    """A view of a DLPack producer's array; read-only for a JAX array, which JAX exports as writable.
+    """Return a view of a DLPack producer's array; read-only for a JAX array, which JAX exports as writable.
 
-    `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0".
+    `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0". Raises
+    `BufferRefused` for any other, and for an array that is lazily negated, distributed or not contiguous.
     """
-    tensor = dlpack_export(source, component, devices, stream)
+    is_neg = getattr(source, "is_neg", None)
+    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
+        raise _negated(component)
+    refuse_distributed(component, source)
+    refuse_other_device(exporting_device(source, component), component, devices)
+    tensor = exported(source, component, stream)
+    refuse_other_device(tensor.device, component, devices)
     view = exported_view(tensor, component, devices[0], producer, source)
     view.writable &= not is_jax(source)
     return view
@@ -235,7 +209,7 @@ def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
 
 def note_written(arrays: Iterable[object]) -> None:
     """Increment the version counters of torch tensors that we wrote to, so that a backward that saved them fails."""
-    kinds = _torch_kinds()
+    kinds = torch_kinds()
     tensors: list[Any] = [array for array in arrays if type(array) in kinds and not array.is_inference()]  # type: ignore[attr-defined]
     if not tensors:
         return

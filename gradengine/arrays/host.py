@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,9 @@ from gradengine.arrays.buffer import (
     not_contiguous,
     raw_view,
     refuse_invalid_address,
-    refuse_other_shape,
 )
-from gradengine.arrays.dlpack import contiguous_strides
 from gradengine.arrays.dtypes import DTYPES, supported_name, unsupported_dtype
 from gradengine.arrays.frameworks import (
-    copied,
-    dlpack_export,
     dlpack_view,
     is_jax,
     is_torch,
@@ -65,40 +60,6 @@ def host_buffer(source: object, component: str) -> Buffer:
     )
 
 
-def in_c_order(source: Any, component: str, shape: tuple[int, ...]) -> Any:
-    """The array itself, or a contiguous copy if it is in host memory and not contiguous in C order.
-
-    An array that cannot be read is returned unchanged, for `host_buffer` to refuse. Raises `LayoutMismatch` before a
-    copy of another shape: a broadcast array may have more elements than fit into memory.
-    """
-    if isinstance(source, np.ndarray):
-        strided = None if source.flags.c_contiguous else source
-    elif is_torch(source):
-        is_readable = source.is_cpu and source.layout is sys.modules["torch"].strided
-        is_parameter = source.requires_grad and source.is_leaf
-        strided = source.detach() if is_readable and not is_parameter and not source.is_contiguous() else None
-    elif hasattr(source, "__dlpack__") and not is_jax(source):
-        return _exported_in_c_order(source, component, shape)
-    else:  # whose elements always lie in C order, or no array
-        return source
-    if strided is None:
-        return source
-    refuse_other_shape(component, tuple(strided.shape), shape)
-    return copied(strided)
-
-
-def _exported_in_c_order(source: object, component: str, shape: tuple[int, ...]) -> object:
-    found = dlpack_export(source, component, ("cpu",))
-    if found.strides == contiguous_strides(found.shape) or 0 in found.shape or found.dtype not in DTYPES:
-        return source
-    refuse_other_shape(component, found.shape, shape)
-    itemsize = DTYPES[found.dtype].itemsize
-    refuse_invalid_address(found.pointer, 1, itemsize, component)
-    first, strides = elements_at(found.pointer, 1, found.dtype), [stride * itemsize for stride in found.strides]
-    copy = np.lib.stride_tricks.as_strided(first, found.shape, strides).copy()
-    return RawBuffer(copy.ctypes.data, copy.size, found.dtype, owner=copy)  # bf16 has no dtype in NumPy
-
-
 def _from_numpy(array: Array, component: str, immutable: object = None, pointer: int | None = None) -> Buffer:
     """A view of a NumPy array, or of an immutable object by its NumPy view; `pointer` if it is known."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
@@ -133,10 +94,10 @@ def _from_torch(tensor: Any, component: str) -> Buffer:
     return _with_elements(buffer)
 
 
-def without_owner(buffer: Buffer) -> Buffer:
-    """A view of the same memory without its owner, for a cache whose user keeps the memory alive."""
-    data = elements_at(buffer.pointer, buffer.size, buffer.dtype)
-    return Buffer(buffer.pointer, buffer.size, buffer.dtype, buffer.shape, buffer.writable, None, data=data)
+def without_owner(view: Buffer, pointer: int) -> Buffer:
+    """Return a view like this one at that address, without an owner: its user keeps the memory alive."""
+    data = None if view.data is None else elements_at(pointer, view.size, view.dtype)
+    return Buffer(pointer, view.size, view.dtype, view.shape, view.writable, None, view.device, data, view.producer)
 
 
 def _with_elements(buffer: Buffer) -> Buffer:

@@ -1,143 +1,137 @@
-"""A cache of checked arrays: the same objects at the same addresses need not be checked again.
+"""The facts that decide whether arrays are accepted, and a cache of what was made of arrays with the same facts.
 
-To check an array takes one to several microseconds, and many loops pass the same ones in every window. A hit needs the
-same objects (weak references keep no memory alive) at the same addresses; for torch also all else that can be changed
-in place. NumPy arrays, which are used as objects and not by address, need the same dtype, shape and strides only.
+Arrays are checked one by one where their facts are new. Arrays of a form that was checked need no second check, also
+if they are other objects: an array that is passed exists, so that its address is its own. Arrays by DLPack and by
+interfaces have no facts: they are checked in each call, since only their export orders their work before ours.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias, final
+from types import NoneType
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
-import numpy.typing as npt
 
-from gradengine.arrays.buffer import RawBuffer
-from gradengine.arrays.frameworks import is_torch
+from gradengine.arrays.buffer import Buffer, RawBuffer
+from gradengine.arrays.frameworks import torch_kinds
+from gradengine.arrays.host import without_owner
 
-Reader: TypeAlias = Callable[[Sequence[Any]], list[Any]]  # an answer for each
-_base, _form = attrgetter("base"), attrgetter("dtype", "shape", "strides")
+Made = TypeVar("Made")
+_base = attrgetter("base")
+_numpy_form = attrgetter("dtype", "shape", "strides")
 _cupy_form = attrgetter("dtype", "shape", "strides", "data.device_id")
+_raw_form = attrgetter("size", "dtype", "device", "writable", "stream")
+
+
+class Facts(NamedTuple):
+    """All that decides whether arrays are accepted."""
+
+    form: list[Any]  # dtype, shape and the like of each; None for no array
+    pointers: list[int]  # the address of each, 0 for no array; empty where NumPy arrays are read, not written
 
 
 @final
-class KnownArrays:
-    """Arrays, or None, of an earlier call. `reader` reads their addresses; `then` is what it read at that call."""
+class KnownArrays(Generic[Made]):
+    """What was made of the arrays of earlier calls that were written to, for arrays with the same facts.
 
-    def __init__(self, sources: Sequence[Any], reader: Reader) -> None:
-        self.reader = reader
-        self._ids = list(map(id, sources))
-        self.then = reader(sources)
-        self._dead: list[object] = []  # filled when the first array is freed: another may then have its id
-        # A NumPy array with a weak reference cannot be given other memory: its `resize` is refused.
-        is_numpy = reader is read_writable_numpy
-        self._references = [weakref.ref(s, self._dead.append) for s in sources if s is not None and not is_numpy]
-
-    @property
-    def are_alive(self) -> bool:
-        """Whether all of the arrays still exist."""
-        return not self._dead
-
-    def are(self, sources: Sequence[Any]) -> bool:
-        """Whether these are the same arrays, at the same addresses."""
-        # 0.03 us an array for the identities, 0.1 (CuPy) to 0.4 us (NumPy, torch) for the addresses.
-        if self._dead or not self.then or list(map(id, sources)) != self._ids:
-            return False
-        return self.reader(sources) == self.then
-
-
-def reader_of(sources: Sequence[Any]) -> Reader | None:
-    """The function that reads these arrays' addresses; None if each must be checked again in every call.
-
-    DLPack producers and array interfaces must: only the export orders their work before ours.
+    No array is kept alive. At most `most` sets of arrays are remembered.
     """
-    present = [source for source in sources if source is not None]
-    if not present:
+
+    def __init__(self, most: int) -> None:
+        self._known: deque[tuple[Facts, list[Buffer | None], Made]] = deque(maxlen=most)
+
+    def find(self, facts: Facts | None) -> Made | None:
+        """Return what was made of arrays with these facts, or None."""
+        return next((made for known, _, made in self._known if known == facts), None)
+
+    def moved(self, facts: Facts | None) -> list[Any] | None:
+        """Return views of arrays of a form that is known, wherever they lie; None if they must be checked."""
+        if facts is not None:
+            for known, views, _ in self._known:
+                if known.form == facts.form:
+                    return views_at(views, facts.pointers)
         return None
-    if all(map(is_torch, present)):
-        return read_torch
-    if all(isinstance(source, RawBuffer) for source in present):
-        return _read_raw
-    if all(_is_cupy(source) for source in present):
-        return read_cupy
+
+    def keep(self, facts: Facts | None, views: Sequence[Buffer | None], make: Callable[[list[Any]], Made]) -> None:
+        """Remember what `make` makes of the views without their owners, where the arrays can be known again."""
+        if facts is not None and may_be_known(views):
+            kept = [v if v is None or v.owner is None else without_owner(v, v.pointer) for v in views]
+            self._known.append((facts, kept, make(kept)))
+
+
+def facts_of(sources: Sequence[Any], own: type, ours: object = None, *, written: bool = False) -> Facts | None:
+    """Return the facts of arrays of one kind, or None if each must be checked in every call.
+
+    Args:
+        sources: Arrays, or None.
+        own: The device's own kind of array: numpy.ndarray, cupy.ndarray.
+        ours: The owner of our own memory on the host: views of it have no facts.
+        written: Whether the arrays will be written to.
+    """
+    kinds = set(map(type, sources))
+    is_full = NoneType not in kinds
+    kinds.discard(NoneType)
+    if len(kinds) != 1:
+        return None
+    kind = kinds.pop()
+    if kind is np.ndarray:
+        return _of_written_numpy(sources) if written else _of_numpy(sources, ours) if is_full else None
+    if kind in torch_kinds():
+        return _of_torch(sources)
+    if kind is RawBuffer:
+        return Facts(_each(_raw_form, sources), [0 if s is None else s.pointer for s in sources])
+    if kind is own:
+        return Facts(_each(_cupy_form, sources), [0 if s is None else s.data.ptr for s in sources])
     return None
 
 
-def destination_reader_of(sources: Sequence[Any]) -> Reader | None:
-    """The reader, as by `reader_of`, of arrays in host memory that will be written; None also for a GPU's."""
-    if set(map(type, sources)) == {np.ndarray}:
-        return read_writable_numpy
-    is_on_host = reader_of(sources) is read_torch and all(source is None or source.is_cpu for source in sources)
-    return read_torch if is_on_host else None
+def _each(form: Callable[[Any], Any], sources: Sequence[Any]) -> list[Any]:
+    return [None if source is None else form(source) for source in sources]
 
 
-def numpy_form(sources: Sequence[Any], ours: object) -> list[Any] | None:
-    """Dtype, shape and strides of NumPy arrays that own their memory, or are views of an array that does.
-
-    None for anything else, and for views of our own array: those must be checked. It takes 0.2 us an array.
-    """
-    if not sources or type(sources[0]) is not np.ndarray or set(map(type, sources)) != {np.ndarray}:
-        return None
+def _of_numpy(sources: Sequence[Any], ours: object) -> Facts | None:
+    """Return the facts of arrays that are all read where they lie; none of views of `ours`, or of no array's memory."""
     for base in map(_base, sources):
         if base is not None and (type(base) is not np.ndarray or base.base is not None or base is ours):
             return None
-    return list(map(_form, sources))
+    return Facts(list(map(_numpy_form, sources)), [])
 
 
-def cupy_form(sources: Sequence[Any]) -> list[Any] | None:
-    """All that decides whether CuPy arrays are accepted, except their addresses; None for other arrays."""
-    if len(set(map(type, sources))) != 1 or not _is_cupy(sources[0]):
-        return None
-    return list(map(_cupy_form, sources))
-
-
-def cupy_pointers(sources: Sequence[Any]) -> list[int] | None:
-    """The addresses of CuPy arrays; None if one has no memory."""
-    pointers = [s.data.ptr for s in sources]
-    return pointers if all(pointers) else None
-
-
-def read_cupy(sources: Sequence[Any]) -> list[Any]:
-    """The addresses of CuPy arrays."""
-    return [None if s is None else s.data.ptr for s in sources]
-
-
-def read_each(sources: Sequence[Any]) -> list[Any]:
-    """The address of each array of a mixed list; None for kinds whose memory cannot move."""
-    return [read_torch([s])[0] if is_torch(s) else None for s in sources]
-
-
-def _read_raw(sources: Sequence[Any]) -> list[Any]:
-    return [None if s is None else s.pointer for s in sources]
-
-
-def read_torch(sources: Sequence[Any]) -> list[Any]:
-    """The addresses of torch tensors, and all else about them that can be changed in place."""
-    return [
-        None
-        if t is None
-        else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg(), t.requires_grad, t.is_leaf)
-        for t in sources
-    ]
-
-
-def read_writable_numpy(sources: Sequence[Any]) -> list[Any]:
-    """The addresses and forms of NumPy arrays; an empty answer if one cannot be written."""
+def _of_written_numpy(sources: Sequence[Any]) -> Facts | None:
+    """Return the facts of arrays that are written to; none if one is read-only or empty."""
     try:
-        return [(_address(s), s.shape, s.strides, s.dtype) for s in sources]
-    except (TypeError, ValueError):  # read-only, or without an element
-        return []
+        pointers = [0 if s is None else ctypes.addressof(ctypes.c_char.from_buffer(s)) for s in sources]
+    except (TypeError, ValueError):
+        return None
+    return Facts(_each(_numpy_form, sources), pointers)
 
 
-def _address(array: npt.NDArray[Any]) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # 0.2 us; .ctypes takes 0.9
+def _of_torch(sources: Sequence[Any]) -> Facts | None:
+    try:
+        form = [
+            t if t is None else (t.dtype, t.shape, t.device, t.is_contiguous(), t.is_neg(), t.requires_grad)
+            for t in sources
+        ]
+        return Facts(form, [0 if t is None else t.data_ptr() for t in sources])
+    except RuntimeError:  # sparse, or without storage: whoever checks it says so
+        return None
 
 
-def _is_cupy(source: Any) -> bool:
-    if not (hasattr(source, "__cuda_array_interface__") and hasattr(source, "__dlpack__")):
-        return False
-    return hasattr(getattr(source, "data", None), "ptr")
+def views_at(views: Sequence[Buffer | None], pointers: Sequence[int]) -> list[Buffer | None] | None:
+    """Return views like these at other addresses, without owners; None if an address needs a check of its own."""
+    given = [pointer for view, pointer in zip(views, pointers, strict=True) if view is not None]
+    if not all(given) or any(pointer % 4 for pointer in given):
+        return None
+    return [None if view is None else without_owner(view, at) for view, at in zip(views, pointers, strict=True)]
+
+
+def may_be_known(views: Iterable[Buffer | None]) -> bool:
+    """Whether arrays with the facts of these need no check: all can be written, and no export ordered a stream."""
+    return all(
+        view is None or (view.writable and (view.producer is None or view.producer.stream() is not None))
+        for view in views
+    )

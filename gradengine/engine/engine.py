@@ -64,16 +64,13 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
             A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
-        copy_strided: On the CPU, copy gradients that are not contiguous in C order (transposed, sliced, broadcast) when
-            they are added; without it they are refused.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's. Replicated
             gradients must be the same on these ranks, which is checked: under sequence parallelism all-reduce them
             before `add`, as Megatron-LM and DTensor do.
 
     Raises:
-        CallerError: An argument is out of range, a part of a model would be clipped or skipped by itself, or
-            `copy_strided` is given for a GPU.
+        CallerError: An argument is out of range, or a part of a model would be clipped or skipped by itself.
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has too little memory.
         HandshakeRefused, PeerLost, DeadlineExceeded: The workers could not form a group.
 
@@ -99,7 +96,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float | DynamicLossScale = 1.0,
-        copy_strided: bool = False,
         tp_exchange: Exchange | None = None,
     ) -> None:
         refuse_no_layout(layout)
@@ -111,9 +107,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             self._settings.refuse_lone_part(layout)
         self.layout = layout
         is_shared = exchange is not None and exchange.shares_memory
-        self.accumulator = PerBlockGradientAccumulator(
-            layout, kernels_for(device), hold=hold, copy_strided=copy_strided, is_shared=is_shared
-        )
+        self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         shared = self._settings.shared

@@ -50,7 +50,7 @@ class CudaDevice(CudaRuntime):
             stream = -1 if current.is_capturing() else int(current.ptr) or 1
             named = list(zip(sources, components, strict=True))
             views = [
-                device_buffer(source, component, self.name, self.xp.ndarray, stream) for source, component in named
+                device_buffer(source, component, self.name, self.array_type, stream) for source, component in named
             ]
             behind = set(producers_of(views))
             for (source, component), view in zip(named, views, strict=True):

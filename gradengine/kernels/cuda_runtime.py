@@ -44,7 +44,7 @@ class CudaRuntime(Device):
     """Memory, events and copies of one device; its current stream is CuPy's of the calling thread."""
 
     def __init__(self, xp: Any, ordinal: int) -> None:
-        self.xp, self.ordinal, self.name = xp, ordinal, f"cuda:{ordinal}"
+        self.xp, self.ordinal, self.name, self.array_type = xp, ordinal, f"cuda:{ordinal}", xp.ndarray
         self.events = Events(xp, ordinal)
         with Active(self.events, xp.cuda.Device(ordinal)):
             self._uploads = xp.cuda.Stream(non_blocking=True)

@@ -57,9 +57,11 @@ class Device(ABC):
 
     Attributes:
         name: "cpu", "cuda:0", ...
+        array_type: The class of the device's own arrays: NumPy's or CuPy's.
     """
 
     name: str
+    array_type: type
 
     def graph(self) -> Graph | None:
         """A new graph to be recorded; None if the device has none, as the CPU."""

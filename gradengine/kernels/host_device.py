@@ -21,7 +21,7 @@ from gradengine.kernels.device import Device
 class HostDevice(Device):
     """The CPU; see `Device`."""
 
-    name = "cpu"
+    name, array_type = "cpu", np.ndarray
 
     def on(self, stream: object) -> AbstractContextManager[object]:
         """The CPU has no streams."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +20,6 @@ from gradengine.threads import cached_property
 ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
 OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
-
-
-@dataclass(frozen=True, eq=False)
-class AddressCheck:
-    """The addresses of arrays when they were passed, to be compared with those when they are read."""
-
-    read: Callable[[Sequence[Any]], list[Any]]  # reads arrays' addresses now: an answer for each
-    sources: Sequence[Any]
-    then: Sequence[Any]  # what `read` returned when they were passed
-
-    def moved(self, columns: Sequence[int]) -> int | None:
-        """The first of these columns whose array is at another address now, or was freed; None if none is."""
-        now = self.read([self.sources[column] for column in columns])
-        return next((c for c, here in zip(columns, now, strict=True) if here != self.then[c]), None)
 
 
 def tagged(buffer: Buffer) -> int:
@@ -57,34 +44,38 @@ class Contribution:
 
     slots: Span
     views: Sequence[Buffer | None]  # None for a target without a gradient
+    present: npt.NDArray[np.bool_]  # flags of the targets that get a gradient
+    given: slice | npt.NDArray[np.intp]  # the positions of these targets, as an index for NumPy
+    fp32: list[npt.NDArray[np.float32]] | None  # on the host the gradients, if none is missing and all are fp32
     producers: frozenset[ProducerStream] = frozenset()
-    sources: Sequence[Any] = ()  # the arrays themselves, to be kept alive, where the views do not do that
-    address_check: AddressCheck | None = None  # where they are held and may move meanwhile
+    sources: Sequence[Any] = ()  # the arrays themselves, kept alive
 
     @staticmethod
     def of(slots: Span, views: Sequence[Buffer | None]) -> Contribution:
-        """The contribution of checked views."""
-        return Contribution(slots, views, producers_of(views))
+        """Return the contribution of checked views."""
+        present, given = slots.all_present, slots.where
+        if None in views:
+            present = np.array([view is not None for view in views], np.bool_)
+            given = slots.places[present]
+        is_fp32 = all(view is not None and view.dtype == "float32" for view in views)
+        fp32 = [view.data for view in views if view is not None] if is_fp32 else None
+        return Contribution(slots, views, present, given, fp32, producers_of(views))
 
     @staticmethod
     def of_fp32(slots: Span, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
-        """The contribution of flat host arrays, one for each target, which are used themselves."""
-        found = Contribution(slots, ())
-        found.fp32, found.given = arrays, slots.where
-        found.present = slots.all_present
+        """Return the contribution of flat host arrays, one for each target, which are used themselves."""
+        return Contribution(slots, (), slots.all_present, slots.where, arrays)
+
+    def moved(self, pointers: Sequence[int]) -> Contribution:
+        """Return the contribution of a GPU's arrays like these at other addresses; 0 stands for no array."""
+        found = copy.copy(self)
+        found.addresses = self.addresses & ~np.uint64(ADDRESS) | np.array(pointers, np.uint64)
         return found
 
-    @staticmethod
-    def at(
-        slots: Span,
-        addresses: npt.NDArray[np.uint64],
-        producers: frozenset[ProducerStream],
-        sources: Sequence[Any],
-        address_check: AddressCheck | None,
-    ) -> Contribution:
-        """The contribution of a GPU's arrays, one for each target, of which only the addresses are used."""
-        found = Contribution(slots, (), producers, sources, address_check)
-        found.addresses, found.present, found.given = addresses, slots.all_present, slots.where
+    def passed(self, sources: Sequence[Any]) -> Contribution:
+        """Return the contribution as it is passed now: with its producers' current streams, its arrays kept alive."""
+        found = copy.copy(self)
+        found.producers, found.sources = as_of_now(self.producers), tuple(sources)
         return found
 
     @cached_property
@@ -96,23 +87,6 @@ class Contribution:
             addresses = [address_of(array) if array.size else 0 for array in self.fp32]
         return np.array(addresses, np.uint64)
 
-    @cached_property
-    def present(self) -> npt.NDArray[np.bool_]:
-        """Flags of the targets that get a gradient."""
-        return np.array([view is not None for view in self.views], np.bool_)
-
-    @cached_property
-    def given(self) -> slice | npt.NDArray[np.intp]:
-        """The positions of the targets that get a gradient, as an index for NumPy."""
-        return self.slots.places[self.present] if None in self.views else self.slots.where
-
-    @cached_property
-    def fp32(self) -> list[npt.NDArray[np.float32]] | None:
-        """On the host the gradients, if none is missing and all are fp32; else None."""
-        if any(view is None or view.dtype != "float32" for view in self.views):
-            return None
-        return [view.data for view in self.views if view is not None]
-
 
 class Destinations(dict[int, Buffer]):
     """The buffers that targets are handed back to, by position.
@@ -121,6 +95,11 @@ class Destinations(dict[int, Buffer]):
     """
 
     work: Any = None
+
+    @cached_property
+    def producers(self) -> frozenset[ProducerStream]:
+        """The streams on which the buffers are produced."""
+        return producers_of(self.values())
 
 
 @dataclass(frozen=True, eq=False)
