@@ -8,7 +8,7 @@ import pytest
 
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.arrays.host import host_buffer
-from gradengine.arrays.known import KnownArrays, facts_of, may_be_known, views_at
+from gradengine.arrays.known import KnownArrays, facts_of, views_at
 from gradengine.arrays.streams import NamedStream, UnknownStream
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
@@ -111,14 +111,13 @@ class TestKnown:
         assert views_at([None, views[1]], [0, 4096])[1].pointer == 4096
         assert views_at(views, [4096, 0]) is views_at(views, [4098, 4096]) is None
 
-    @pytest.mark.parametrize(
-        ("producer", "writable", "may"),
-        [(None, True, True), (NamedStream(5), True, True), (UnknownStream(), True, False), (None, False, False)],
-    )
-    def test_what_may_be_known(self, producer, writable, may):
-        view = host_buffer(arrays()[0], "w")
-        view.producer, view.writable = producer, writable
-        assert may_be_known([None, view]) is may
+    @pytest.mark.parametrize(("producer", "is_kept"), [(None, True), (NamedStream(5), True), (UnknownStream(), False)])
+    def test_what_must_be_kept_alive_is_not_known(self, producer, is_kept):
+        known, given = KnownArrays(2), arrays()
+        views = [None, host_buffer(given[1], "w")]
+        views[1].producer = producer
+        known.keep(written([None, given[1]]), views, list)
+        assert (known.find(written([None, given[1]])) is not None) is is_kept
 
 
 class TestUse:

@@ -10,7 +10,7 @@ import numpy as np
 from gradengine.accumulate.gradients import matched_views
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.host import without_owner
-from gradengine.arrays.known import Facts, facts_of, may_be_known
+from gradengine.arrays.known import Facts, facts_of
 from gradengine.errors import BufferRefused
 from gradengine.kernels import Contribution, Device
 from gradengine.layout import Slot
@@ -61,7 +61,7 @@ class Intake:
     def _checked(self, span: Span, sources: Sequence[Any], facts: Facts | None) -> Contribution:
         found = Contribution.of(span, self._views(span.slots, sources))
         self._known.pop(span, None)
-        if facts is not None and (may_be_known(found.views) if facts.pointers else found.fp32 is not None):
+        if facts is not None and (found.fp32 is not None if not facts.pointers else all(map(_is_plain, found.views))):
             views = [None if view is None else without_owner(view, view.pointer) for view in found.views]
             most_bytes = 4 * max(slot.size for slot in span.slots)
             self._known[span] = _Known(facts, Contribution.of(span, views), most_bytes)
@@ -83,3 +83,8 @@ class Intake:
                     "next backward",
                 )
         return views
+
+
+def _is_plain(view: Buffer | None) -> bool:
+    """Whether a tensor need not be asked again whether it is a parameter: autograd does not track it."""
+    return view is None or view.writable

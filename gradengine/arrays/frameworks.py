@@ -10,8 +10,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -73,11 +72,10 @@ def is_jax(source: object) -> bool:
 class TorchStream(ProducerStream):
     """torch's current stream on one device."""
 
-    torch: Any = field(compare=False)
     ordinal: int
 
     def stream(self) -> int:
-        return int(self.torch.cuda.current_stream(self.ordinal).cuda_stream)
+        return int(sys.modules["torch"].cuda.current_stream(self.ordinal).cuda_stream)
 
 
 def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
@@ -114,7 +112,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         raise not_contiguous(component, shape, tensor.stride(), tensor)
     if tensor.is_neg():
         raise _negated(component)
-    producer = _torch_stream(torch, device) if device != "cpu" else None
+    producer = _torch_stream(device) if device != "cpu" else None
     return Buffer(pointer, tensor.numel(), dtype, shape, not tensor.requires_grad, tensor, device, None, producer)
 
 
@@ -203,8 +201,8 @@ def _jax_devices(sharding: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def _torch_stream(torch: ModuleType, device: str) -> TorchStream:
-    return TorchStream(torch, int(device.partition(":")[2]))
+def _torch_stream(device: str) -> TorchStream:
+    return TorchStream(int(device.partition(":")[2]))
 
 
 def note_written(arrays: Iterable[object]) -> None:

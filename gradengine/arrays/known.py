@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar, final
@@ -57,8 +57,12 @@ class KnownArrays(Generic[Made]):
         return None
 
     def keep(self, facts: Facts | None, views: Sequence[Buffer | None], make: Callable[[list[Any]], Made]) -> None:
-        """Remember what `make` makes of the views without their owners, where the arrays can be known again."""
-        if facts is not None and may_be_known(views):
+        """Remember what `make` makes of the views without their owners.
+
+        Nothing is remembered of arrays that have no facts, or whose owners must be kept: their stream is unknown.
+        """
+        streams = {view.producer for view in views if view is not None and view.producer is not None}
+        if facts is not None and all(stream.stream() is not None for stream in streams):
             kept = [v if v is None or v.owner is None else without_owner(v, v.pointer) for v in views]
             self._known.append((facts, kept, make(kept)))
 
@@ -127,11 +131,3 @@ def views_at(views: Sequence[Buffer | None], pointers: Sequence[int]) -> list[Bu
     if not all(given) or any(pointer % 4 for pointer in given):
         return None
     return [None if view is None else without_owner(view, at) for view, at in zip(views, pointers, strict=True)]
-
-
-def may_be_known(views: Iterable[Buffer | None]) -> bool:
-    """Whether arrays with the facts of these need no check: all can be written, and no export ordered a stream."""
-    return all(
-        view is None or (view.writable and (view.producer is None or view.producer.stream() is not None))
-        for view in views
-    )
