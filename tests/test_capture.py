@@ -375,7 +375,11 @@ MISUSE = {
     "a block": (lambda e, a, x: (e.add(a), e.step(), e.add_block(0, a[:1])), WindowError, "holds one window"),
     "a part": (lambda e, a, x: (e.add(a), e.step(), e.add_non_block("head", a[2])), WindowError, "one window"),
     "another step": (lambda e, a, x: (e.add(a), e.step(), e.step()), WindowError, "holds one window"),
-    "another capture": (lambda e, a, x: (e.add(a), e.step(), e.capture()), WindowError, "is being captured"),
+    "another capture": (
+        lambda e, a, x: (e.add(a), e.step(), e.capture().__enter__()),
+        WindowError,
+        "is being captured",
+    ),
     "saving": (lambda e, a, x: e.state_dict(), WindowError, "is being captured"),
     "the user's error": (lambda e, a, x: (e.add(a), e.step(), 1 / 0), ZeroDivisionError, ""),
     "a number": (lambda e, a, x: (e.add(a), float(e.step().norm)), RuntimeError, "(?i)captur"),
@@ -437,7 +441,7 @@ class TestMisuse:
     def test_with_a_window_open(self, device):
         engine, _, graph = captured(device)
         engine.add(arrays_of(device, 1))
-        for call in (engine.capture, graph.replay):
+        for call in (engine.capture().__enter__, graph.replay):
             with nothing_is_launched(device), pytest.raises(WindowError, match="a window is open: got 1 micro-batches"):
                 call()
         result = engine.step()
@@ -453,7 +457,7 @@ class TestMisuse:
         def one(exchange):
             engine = before if exchange.rank == 0 else new_engine(emulated)
             engine.reconnect(exchange)
-            for call in [engine.capture, *([graph.replay] if exchange.rank == 0 else [])]:
+            for call in [engine.capture().__enter__, *([graph.replay] if exchange.rank == 0 else [])]:
                 with pytest.raises(CallerError, match="waits for other workers"):
                     call()
             return engine.current_step

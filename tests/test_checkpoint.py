@@ -496,9 +496,6 @@ class TestRefused:
         for window in (0, 1):
             state = engine_with(window=window, micro_batches=4).state_dict()
             refused(engine_with(**{"micro_batches": 4, **here}), state, CallerError, f"another {next(iter(here))}")
-        old = {**engine_with(average="prescaled").state_dict(), "average": np.frombuffer(b"sum", np.uint8)}
-        for average in ("prescaled", "weighted"):
-            refused(engine_with(average=average), old, CallerError, "'sum' was renamed to 'prescaled'")
         changed_on_purpose = {**engine_with(micro_batches=4).state_dict(), "micro_batches": np.array(8)}
         resumed_from(changed_on_purpose, micro_batches=8)
 

@@ -309,7 +309,7 @@ class TestRefused:
         def work(exchange):
             engine = GradientEngine(layout_of(exchange.rank, 2), device.kernels, tp_exchange=exchange, max_norm=1.0)
             with pytest.raises(CallerError):
-                engine.capture()
+                engine.capture().__enter__()
 
         assert on_ranks(work, 2) == [None, None]
 

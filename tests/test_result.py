@@ -103,8 +103,7 @@ class TestNumbers:
 
 def test_seconds_of_the_exchange_for_which_the_step_waited_are_not_hidden():
     result = stepped(HOST)
-    decided = dataclasses.replace(result._decided, sums=Sums(np.ones(1), [], 3.0, 1.0))
-    metrics = dataclasses.replace(result, _decided=decided).metrics()
+    metrics = dataclasses.replace(result, _sums=Sums(np.ones(1), [], 3.0, 1.0)).metrics()
     assert (metrics["exchange_seconds"], metrics["exchange_hidden_seconds"]) == (3.0, 2.0)
 
 
@@ -129,10 +128,9 @@ def test_it_cannot_be_changed():
 def test_whoever_asks_is_told_of_this_step():
     """The step's number goes to what finds it, so that a replay's result asks for its own."""
     asked, result = [], stepped(HOST)
-    decision = dataclasses.replace(result._decided.decision, bad=None)
+    decision = dataclasses.replace(result._decision, bad=None)
     late = SimpleNamespace(of_step=asked.append)
-    decided = dataclasses.replace(result._decided, decision=decision)
-    result = dataclasses.replace(result, step=3, _decided=decided, _errors=late)
+    result = dataclasses.replace(result, step=3, _decision=decision, _late=late)
     assert result.non_finite is None
     assert result.of_replay(4).non_finite is None
     assert asked == [3, 4]

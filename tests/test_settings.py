@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from gradengine import GradientEngine, GradientLayout, PerBlockGradientAccumulator
-from gradengine.engine.loss_scaling import LossScaling
-from gradengine.engine.settings import Settings
+from gradengine import GradientEngine, GradientLayout
+from gradengine.engine.settings import refuse_lone_part, shared_settings
 from gradengine.errors import CallerError, ExchangeError, WindowError
 from gradengine.kernels import ClipPlan
 
 PLAN = ClipPlan((0, 0), (1.0,))
 LAYOUT = GradientLayout.of({"w": (3,)})
-
-
-def settings(plan=PLAN, **change):
-    defaults = {"on_non_finite": "raise", "average": "weighted", "micro_batches": None}
-    return Settings(plan, **{**defaults, **change})
 
 
 @pytest.mark.parametrize(
@@ -44,28 +38,22 @@ def test_numpys_numbers_are_numbers(number):
 
 
 def test_what_all_workers_are_told():
-    found = settings()
-    assert set(found.shared) == {"max_norm", "groups", "average", "on_non_finite"}
-    scaling = LossScaling(2.0**64, found, PerBlockGradientAccumulator(LAYOUT))
-    scaling.replace(2.0**-64)
-    assert found.shared["loss_scale"] == "a number"
-    assert scaling.value == 2.0**-64
-    assert all(isinstance(value, str) for value in found.shared.values())
+    found = shared_settings(PLAN, "raise", "weighted", 2.0)
+    assert set(found) == {"max_norm", "groups", "average", "on_non_finite", "loss_scale"}
+    assert found["loss_scale"] == "a number"
+    assert all(isinstance(value, str) for value in found.values())
 
 
 @pytest.mark.parametrize("on_non_finite", ["raise", "skip", "propagate"])
 def test_a_part_of_a_model_is_neither_clipped_nor_skipped_by_itself(on_non_finite):
     part = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2, partitions={"w": "row"})
-    found = settings(on_non_finite=on_non_finite)
-    assert (found.raises, found.zero_if_bad) == (on_non_finite == "raise", on_non_finite != "propagate")
-    found.refuse_lone_part(LAYOUT)
-    unclipped = settings(ClipPlan((0,), (math.inf,)), on_non_finite=on_non_finite)
-    clipped = [settings(plan, on_non_finite=on_non_finite) for plan in (PLAN, ClipPlan((0, 1), (math.inf, 2.0)))]
-    for each in [*clipped, *([unclipped] if on_non_finite == "skip" else [])]:
+    refuse_lone_part(LAYOUT, PLAN, on_non_finite)
+    unclipped = ClipPlan((0,), (math.inf,))
+    for plan in [PLAN, ClipPlan((0, 1), (math.inf, 2.0)), *([unclipped] if on_non_finite == "skip" else [])]:
         with pytest.raises(CallerError, match="got part 1 of 2, and no tp_exchange"):
-            each.refuse_lone_part(part)
+            refuse_lone_part(part, plan, on_non_finite)
     if on_non_finite != "skip":
-        unclipped.refuse_lone_part(part)
+        refuse_lone_part(part, unclipped, on_non_finite)
 
 
 def test_each_window_has_its_own_loss_scale_and_an_open_one_keeps_it():

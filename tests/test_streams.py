@@ -451,7 +451,7 @@ class TestWhoeverLooks:
             engine.add(bad)
             engine.step()
         with device.kernels.device.on(second), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._late._readback, "send", lambda: readback.append("not sent"))
+            patch.setattr(engine._late, "send", lambda: readback.append("not sent"))
             engine.add(good)
             engine.step()
         second.synchronize()

@@ -96,7 +96,7 @@ def _joined(spans: Sequence[Span]) -> list[list[Span]]:
     for span in spans:
         elements = sum(slot.size for slot in span.slots)
         size += elements
-        if size > JOINED:
+        if size > JOINED or not runs:
             runs.append([])
             size = elements
         runs[-1].append(span)

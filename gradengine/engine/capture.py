@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import Call, State
 from gradengine.arguments import truth_value
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.engine.ranges import nvtx_range
-from gradengine.engine.result import DeferredErrors, Observers, StepResult
+from gradengine.engine.ranges import in_range
+from gradengine.engine.result import DeferredErrors, StepResult
 from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer, whole
 
-_REPLAY = nvtx_range("gradengine.replay")
-
 
 @final
-class _Arrays(NamedTuple):
-    """Arrays of the caller's that a graph reads or writes, with their components' names and recorded addresses."""
-
-    names: Sequence[str]
-    arrays: Sequence[Any]
-    addresses: Sequence[int]
-
-    def refuse_moved(self) -> None:
-        """Raise `BufferRefused` if an array is at another address now."""
-        now = addresses_of(self.arrays)
-        if now == self.addresses:
-            return
-        position = next(i for i, pair in enumerate(zip(now, self.addresses, strict=True)) if len(set(pair)) == 2)
-        raise BufferRefused(
-            f"component '{self.names[position]}' is not at the address that the window was captured with",
-            got=f"address {now[position]:#x}",
-            expected=f"{self.addresses[position]:#x}",
-            do="keep the same buffers, or capture() the window anew",
-        )
-
-
-@final
-class CapturedWindow(Fixed):
+class CapturedWindow(Fixed, AbstractContextManager["CapturedWindow"]):
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
     The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, as they were
@@ -63,13 +38,21 @@ class CapturedWindow(Fixed):
         ...         result = graph.replay()
     """
 
+    # Not a generator: an interrupted generator would go on recording until its traceback is freed.
+
     def __init__(
-        self, accumulator: PerBlockGradientAccumulator, reducer: Reducer, errors: DeferredErrors, observers: Observers
+        self,
+        graph: Graph,
+        reducer: Reducer,
+        late: DeferredErrors,
+        observers: Mapping[object, Callable[[StepResult], object]],
+        captures: list[CapturedWindow],
     ) -> None:
-        self._accumulator, self._reducer, self._errors, self._observers = accumulator, reducer, errors, observers
+        self._graph, self._reducer, self._late, self._observers = graph, reducer, late, observers
+        self._captures = captures  # the engine's: holds this object while it records
+        self._accumulator, self._state = reducer.accumulator, reducer.accumulator.state
         self._sums = reducer.on_device
-        self._arrays: list[_Arrays] = []  # that each replay reads or writes
-        self._graph: Graph | None = None
+        self._arrays: list[tuple[list[str], list[Any], list[int]]] = []  # names, arrays, recorded addresses
         self._producers: AbstractSet[ProducerStream] = frozenset()
         self._result: StepResult | None = None
 
@@ -78,6 +61,7 @@ class CapturedWindow(Fixed):
         """The result of the last replay, at first of the recorded step; each replay overwrites its arrays."""
         return self._result
 
+    @in_range
     def replay(self, *, check: bool = True) -> StepResult:
         """Run the window and its step on the current stream; returns before they are done.
 
@@ -91,29 +75,29 @@ class CapturedWindow(Fixed):
             CallerError: The engine has joined other workers since.
             NonFiniteGradient: An earlier step's, as in the engine's `step`; nothing was launched.
         """
-        if self._graph is None or self._result is None:
+        if self._result is None:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
-        if truth_value("check", check):
-            for arrays in self._arrays:
-                arrays.refuse_moved()
-        with _REPLAY:
-            self._result = self._run(self._graph, self._result)
-        return self._observers.shown(self._result)
+        for names, arrays, addresses in self._arrays if truth_value("check", check) else ():
+            _refuse_moved(names, addresses_of(arrays), addresses)
+        result = self._result = self._run(self._result)
+        for callback in list(self._observers.values()):
+            callback(result)
+        return result
 
     @whole
-    def _run(self, graph: Graph, result: StepResult) -> StepResult:
+    def _run(self, result: StepResult) -> StepResult:
         """Run the window once more, as a step of its own number."""
-        device, state, step = self._accumulator.kernels.device, self._accumulator.state, self._reducer.step
+        device, step = self._accumulator.kernels.device, self._reducer.step
         self.ask(Call.REPLAY)
-        self._errors.raise_pending()
+        self._late.raise_pending()
         with self._accumulator.arena.in_order():
             device.wait_for(self._producers)  # refuses a stream that records a graph
-            state.now = State.BROKEN  # from here on only the device knows whether it ran
-            self._errors.count_from(step)
-            graph.replay()
+            self._state.now = State.BROKEN  # from here on only the device knows whether it ran
+            self._late.count_from(step)
+            self._graph.replay()
             device.hand_over(self._producers)
-        self._errors.send()
-        state.changes += 1
+        self._late.send()
+        self._state.changes += 1
         made = result.of_replay(step)
         self._reducer.begin(step + 1)
         return made
@@ -121,90 +105,76 @@ class CapturedWindow(Fixed):
     def ask(self, call: Call) -> State:
         """Return the state that a capture or a replay leads to; raises if the state, workers or a graph forbid it."""
         self._reducer.refuse_other_group(self._sums)
-        leads_to = self._accumulator.state.ask(call, self._reducer.facts)
+        leads_to = self._state.ask(call, self._reducer.facts)
         refuse_other_graph(self._accumulator.kernels.device, is_recording=False)
         return leads_to
 
-    # ---- called by the engine ----
-
-    def begin(self) -> None:
-        """Have the engine's next calls be recorded."""
-        self._accumulator.state.now = self.ask(Call.CAPTURE)
-
-    def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> None:
-        """Note the arrays of an `add` that was recorded."""
-        self._arrays.append(_located(slots, in_slot_order(slots, gradients, "the window", prefix)))
-
-    def closed(self, result: StepResult, out: Sequence[Any] | None, destinations: Destinations | None) -> None:
-        """Note the result and destinations of the step that was recorded."""
-        self._result, self._producers = result, self._accumulator.producers
-        if out is not None and destinations is not None:
-            self._arrays.append(_located(self._accumulator.layout.slots, out))
-            self._producers |= producers_of(destinations.values())
-
-    def recorded(self, graph: Graph) -> None:
-        """Take the finished graph, which keeps alive what it reads; raises `WindowError` if no step was recorded."""
-        if self._result is None:
-            raise WindowError("no step was made inside capture()", expected="add() as often as you like, then step()")
-        graph.kept += self._arrays
-        self._graph = graph
-
-    def end(self) -> None:
-        """Begin the engine's step again: nothing of the graph has run, however its recording ended."""
-        self._reducer.begin(self._reducer.step)
-
-
-@final
-class Capture(AbstractContextManager[CapturedWindow]):
-    """A context in which the engine's calls are recorded; `captures` holds this object meanwhile.
-
-    Not a generator: an interrupted generator would go on recording until its traceback is freed.
-    """
-
-    def __init__(self, window: CapturedWindow, graph: Graph, captures: list[Capture]) -> None:
-        self.window, self._graph, self._captures = window, graph, captures
-
     def __enter__(self) -> CapturedWindow:
-        window = self.window
-        window.begin()
+        """Have the engine's next calls be recorded."""
+        now = self.ask(Call.CAPTURE)
         self._captures.append(self)
+        self._state.now = now
         try:
             self._graph.__enter__()
-        except BaseException as fault:
-            self._leave(type(fault), fault, fault.__traceback__)
+        except Exception:
+            self._end()
             raise
-        return window
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(kind, fault, trace)
+        result, self._result = self._result, None  # until the graph is whole
+        try:
+            self._graph.__exit__(kind, fault, trace)  # an interrupt of this leaves the rest to the engine's discard()
+        except Exception:
+            self._end()
+            raise
+        self._end()
         if kind is None:
-            self.window.recorded(self._graph)
+            if result is None:
+                do = "call add() as often as you like, then step()"
+                raise WindowError("no step was made inside capture()", do=do)
+            self._graph.kept += self._arrays
+            self._result = result
+
+    def _end(self) -> None:
+        """Begin the engine's step again: nothing of the graph has run, however its recording ended."""
+        self._captures.clear()  # the graph is the caller's to drop, and what it keeps alive
+        self._reducer.begin(self._reducer.step)
+
+    # ---- called by the engine ----
+
+    def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> None:
+        """Note the arrays of an `add` or of a step's `out` that was recorded, and their addresses."""
+        given = zip(slots, in_slot_order(slots, gradients, "the window", prefix), strict=True)
+        found = {slot.name: array for slot, array in given if array is not None}
+        self._arrays.append(([*found], [*found.values()], addresses_of([*found.values()])))
+
+    def close(self, result: StepResult, out: Sequence[object] | None, destinations: Destinations | None) -> None:
+        """Note the result and destinations of the step that was recorded."""
+        self._result, self._producers = result, self._accumulator.producers
+        if out is not None and destinations is not None:
+            self.keep(self._accumulator.layout.slots, out)
+            self._producers |= producers_of(destinations.values())
+        self._accumulator.drop_window()
+        self._state.now = State.CAPTURED
 
     def abandon(self) -> None:
         """Stop recording; nothing of the graph is kept."""
-        self._leave(KeyboardInterrupt, None, None)
-
-    def _leave(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._graph.__exit__(kind, fault, trace)
-        except BaseException as interrupt:
-            self._graph.__exit__(type(interrupt), interrupt, None)
-            raise
-        finally:
-            self._captures.clear()  # the graph is the caller's to drop, and what it keeps alive
-            self.window.end()
+        self.__exit__(KeyboardInterrupt, None, None)
 
 
-def graph_of(device: Device) -> Graph:
-    """A graph of this device's, to be recorded; `CallerError` where there are none."""
-    graph = device.graph()
-    if graph is None:
-        raise CallerError("only a GPU's steps can be captured", got=f"device '{device.name}'", expected="a CUDA device")
-    return graph
+def _refuse_moved(names: Sequence[str], now: Sequence[int], recorded: Sequence[int]) -> None:
+    """Raise `BufferRefused` if an array is at another address than the recorded one."""
+    for name, address, expected in zip(names, now, recorded, strict=True) if now != recorded else ():
+        if address != expected:
+            raise BufferRefused(
+                f"component '{name}' is not at the address that the window was captured with",
+                got=f"address {address:#x}",
+                expected=f"{expected:#x}",
+                do="keep the same buffers, or capture() the window anew",
+            )
 
 
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
@@ -216,13 +186,6 @@ def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
             else "the current stream records a graph that this engine did not begin",
             do="use this engine's capture(), on the stream of its `with`; after an interrupt of that, discard()",
         )
-
-
-def _located(slots: Sequence[Slot], arrays: Sequence[Any]) -> _Arrays:
-    """The arrays that are there, one for each slot or None, at their addresses of now."""
-    names = [slot.name for slot, array in zip(slots, arrays, strict=True) if array is not None]
-    arrays = [array for array in arrays if array is not None]
-    return _Arrays(names, arrays, addresses_of(arrays))
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:

@@ -7,20 +7,22 @@ the window's worker. What can be computed again (squared sums, the norm) is not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
-from gradengine.engine.settings import Settings
-from gradengine.errors import CallerError, LayoutMismatch, renamed
+from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
 from gradengine.layout.layout import layout_from_table
 from gradengine.reduction.reducer import Worker
+from gradengine.reduction.stats import Scale
+
+#: An engine's step, its worker, its loss scale and its open window.
+Content: TypeAlias = tuple[int, Worker, Scale, SavedWindow]
 
 _VERSION = 1
 _NUMBER: Final = ()  # the shape of one
@@ -45,47 +47,31 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
 }
 
 
-@final
-@dataclass(frozen=True)
-class Checkpoint:
-    """The content of a saved state, checked."""
-
-    step: int
-    worker: Worker  # who saved it
-    loss_scale: tuple[float, int]  # and the finite steps in a row that a dynamic one has seen
-    window: SavedWindow
-
-    @property
-    def whose(self) -> Worker | None:
-        """The worker that saved the open window, which no other can resume; None if no window is open."""
-        return self.worker if self.window.is_open else None
-
-
-def saved_state(checkpoint: Checkpoint, layout: GradientLayout, settings: Settings) -> dict[str, Array]:
-    """The state as a flat dict of arrays, none of which shares memory with the engine."""
-    window, (rank, world_size) = checkpoint.window, checkpoint.worker
+def saved_state(content: Content, layout: GradientLayout, micro_batches: int | None, average: str) -> dict[str, Array]:
+    """Return the state of an engine of this layout and settings; none of its arrays shares memory with the engine."""
+    step, worker, loss_scale, window = content
     values = {
         "version": _VERSION,
-        "step": checkpoint.step,
+        "step": step,
         "layout": bytearray(layout.table()),
-        "micro_batches": settings.micro_batches or 0,
-        "average": bytearray(settings.average.encode()),
-        "loss_scale": checkpoint.loss_scale[0],
-        "loss_scale_tracker": checkpoint.loss_scale[1],
-        "rank": rank,
-        "world_size": world_size,
-        "says_nothing": window.says_nothing,
+        "micro_batches": micro_batches or 0,
+        "average": bytearray(average.encode()),
         "micro_batch_weights": window.weights,
-        "counts": window.counts,
-        "used": window.used,
-        "filled": window.filled,
-        "sums": window.sums,
+        **dict(zip(("loss_scale", "loss_scale_tracker"), loss_scale, strict=True)),
+        **dict(zip(("rank", "world_size"), worker, strict=True)),
+        **{name: getattr(window, name) for name in ("says_nothing", "counts", "used", "filled", "sums")},
     }
     return {name: np.asarray(values[name], dtype) for name, (dtype, _) in _FIELDS.items()}
 
 
-def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Settings) -> Checkpoint:
-    """The content of a saved state, for an engine of this layout and settings; its arrays may be any that NumPy reads.
+def loaded_state(state: Mapping[str, Any], layout: GradientLayout, micro_batches: int | None, average: str) -> Content:
+    """Return the content of a saved state, for an engine of this layout and settings.
+
+    Args:
+        state: What `saved_state` returned; its arrays may be any that NumPy reads.
+        layout: The engine's layout.
+        micro_batches: The engine's.
+        average: The engine's.
 
     Raises:
         LayoutMismatch: The state is of another layout; the rows that differ are shown.
@@ -95,16 +81,12 @@ def checkpoint_of(state: Mapping[str, Any], layout: GradientLayout, settings: Se
     _refuse_other_names(state)
     found = {name: _array(state, name) for name in _FIELDS}
     _refuse_other_layout(found["layout"].tobytes(), layout)
-    _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, settings.micro_batches)
-    average = found["average"].tobytes().decode(errors="replace")
-    if average == "sum":
-        do = "write np.frombuffer(b'prescaled', np.uint8) to state['average'], and load it with that average"
-        raise renamed(average, do)
-    _refuse_other_setting("average", average, settings.average)
+    _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, micro_batches)
+    _refuse_other_setting("average", found["average"].tobytes().decode(errors="replace"), average)
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
-    return Checkpoint(step, worker, (found["loss_scale"].item(), tracker), _window(found, layout, settings))
+    return step, worker, (found["loss_scale"].item(), tracker), _window(found, layout, micro_batches)
 
 
 def _refuse_other_names(state: Mapping[str, Any]) -> None:
@@ -151,7 +133,7 @@ def _refuse_other_setting(name: str, saved: object, here: object) -> None:
         raise CallerError(f"the saved state is of another {name}", got=said(saved), expected=said(here), do=do)
 
 
-def _window(found: Mapping[str, Array], layout: GradientLayout, settings: Settings) -> SavedWindow:
+def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None) -> SavedWindow:
     counts, used, filled, sums = (found[name] for name in ("counts", "used", "filled", "sums"))
     slots = len(layout.slots)
     sizes = {"counts": slots, "used": slots, "filled": slots, "sums": layout.arena_size if filled.any() else 0}
@@ -159,7 +141,7 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, settings: Settin
         if found[name].size != size:
             raise _other_array(name, found[name], f"{size} elements")
     weights = np.array([checked_weight(weight) for weight in found["micro_batch_weights"].tolist()], "f4")
-    says_nothing, room = bool(found["says_nothing"]), settings.micro_batches
+    says_nothing = bool(found["says_nothing"])
     is_counted = counts.min() >= 0 and counts.max() == weights.size and (room is None or weights.size <= room)
     if not is_counted or (says_nothing and weights.size):
         raise CallerError(

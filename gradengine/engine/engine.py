@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, SupportsFloat, final
 
@@ -12,25 +11,32 @@ from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import Call, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing, weight_as_float
-from gradengine.arguments import truth_value
+from gradengine.arguments import said, truth_value
 from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
-from gradengine.engine.capture import Capture, CapturedWindow, graph_of, refuse_other_graph
-from gradengine.engine.checkpoint import Checkpoint, checkpoint_of, saved_state
+from gradengine.engine.capture import CapturedWindow, refuse_other_graph
+from gradengine.engine.checkpoint import loaded_state, saved_state
 from gradengine.engine.loss_scaling import LossScaling, checked_scale
 from gradengine.engine.micro_batch import MicroBatch
-from gradengine.engine.ranges import nvtx_range
-from gradengine.engine.result import DeferredErrors, Observers, StepResult
-from gradengine.engine.settings import Average, OnNonFinite, Settings, refuse_bad_exchanges
-from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, NotCopied
+from gradengine.engine.ranges import in_range
+from gradengine.engine.result import DeferredErrors, StepResult
+from gradengine.engine.settings import (
+    Average,
+    OnNonFinite,
+    checked_settings,
+    is_last,
+    refuse_bad_exchanges,
+    refuse_lone_part,
+    refuse_short,
+    shared_settings,
+)
+from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, NonFiniteGradient, NotCopied
 from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
-from gradengine.reduction.reducer import DecidedStep, Reducer, refuse_other_worker, whole
+from gradengine.reduction.reducer import Reducer, refuse_other_worker, whole
 from gradengine.reduction.stats import StepStats
-
-_ADD, _STEP = nvtx_range("gradengine.add"), nvtx_range("gradengine.step")
 
 
 @final
@@ -101,22 +107,23 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         refuse_no_layout(layout)
         refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
-        self._settings = Settings(self._plan, on_non_finite, average, micro_batches)
+        self.micro_batches = checked_settings(on_non_finite, average, micro_batches)
         loss_scale = checked_scale(loss_scale, on_non_finite)
         if tp_exchange is None:
-            self._settings.refuse_lone_part(layout)
-        self.layout = layout
+            refuse_lone_part(layout, self._plan, on_non_finite)
+        self.layout, self.on_non_finite, self.average = layout, on_non_finite, average
         is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
-        shared = self._settings.shared
+        shared = shared_settings(self._plan, on_non_finite, average, loss_scale)
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
-        self._late = DeferredErrors(readback, layout, raises=self._settings.raises)
-        self._scaling = LossScaling(loss_scale, self._settings, self.accumulator)
-        self._captures: list[Capture] = []  # the one that records now, if any
-        self._observers = Observers()
+        raises = on_non_finite == "raise"
+        self._late = None if readback is None else DeferredErrors(readback, layout, raises=raises)  # on a GPU
+        self._scaling = LossScaling(loss_scale, self.accumulator)
+        self._captures: list[CapturedWindow] = []  # the one that records now, if any
+        self._observers: dict[object, Callable[[StepResult], object]] = {}
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -137,21 +144,6 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         return self._reducer.parts.exchange
 
     @property
-    def micro_batches(self) -> int | None:
-        """Micro-batches in a window, if known."""
-        return self._settings.micro_batches
-
-    @property
-    def on_non_finite(self) -> OnNonFinite:
-        """What is done with a gradient that is not finite: "raise", "skip" or "propagate"."""
-        return self._settings.on_non_finite
-
-    @property
-    def average(self) -> Average:
-        """What the sum is divided by: "weighted", "per_worker" or "prescaled"."""
-        return self._settings.average
-
-    @property
     def loss_scale(self) -> Any:
         """What the loss of the open window is multiplied by; may be set between windows, unless it is a dynamic one.
 
@@ -167,7 +159,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._scaling.set(value, self._state, self._reducer.facts)
+        self._scaling.set(value, self._reducer.facts)
 
     @property
     def latest_verdict(self) -> StepStatus | None:
@@ -176,7 +168,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         None until the first report has arrived, and on the CPU, where each step's result has it at once.
         """
         self._kernels.device.refuse_failed(asks=True)
-        return self._late.latest()
+        return None if self._late is None else self._late.latest()
 
     @property
     def rank(self) -> int:
@@ -188,6 +180,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
         return self.exchange.world_size if self.exchange else 1
 
+    @in_range
     @whole
     def add(self, gradients: Gradients | None, weight: SupportsFloat = 1.0) -> None:
         """Add a micro-batch.
@@ -204,19 +197,19 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             WindowError: A bad weight, None for all components (as after a `zero_grad()` that was called too early), a
                 full window, or an earlier step that failed or is broken.
         """
-        with _ADD:
-            self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
-            is_last = self._settings.is_last("the window", self.accumulator.accumulated_count)
-            if gradients is None:
-                if weight_as_float(weight) != 0:
-                    raise weighs_nothing(weight)
-                self.accumulator.add_nothing()
-                return
-            self.accumulator.add(gradients, weight, measure=is_last and self._reducer.is_only_worker)
-            if self._captures:
-                self._captures[0].window.keep(self.layout.slots, gradients)
-            if is_last and self.accumulator.is_even:
-                self._reducer.start(self.layout.spans)
+        self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
+        ends = is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)
+        if gradients is None:
+            if weight_as_float(weight) != 0:
+                raise weighs_nothing(weight)
+            self.accumulator.add_nothing()
+            return
+        is_alone = self._reducer.is_only_worker
+        self.accumulator.add(gradients, weight, measure=ends and is_alone)
+        if self._captures:
+            self._captures[0].keep(self.layout.slots, gradients)
+        if ends and not is_alone and self.accumulator.is_even:
+            self._reducer.start(self.layout.spans)
 
     @whole
     def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
@@ -251,10 +244,10 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         self, span: Span, add: Callable[..., None], gradients: Gradients, last: bool, prefix: str = ""
     ) -> None:
         self._ask(Call.ADD_PART)
-        self._settings.is_last(f"the window of {span.called}", self.accumulator.count_of(span))
+        is_last(self.micro_batches, f"the window of {span.called}", self.accumulator.count_of(span))
         add(measure=last and self._reducer.is_only_worker)
         if self._captures:
-            self._captures[0].window.keep(span.slots, gradients, prefix)
+            self._captures[0].keep(span.slots, gradients, prefix)
         if last:
             self._reducer.start((span,))
 
@@ -277,11 +270,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             5.0
         """
         self._ask(Call.BEGIN)
-        self._settings.is_last("the window", self.accumulator.accumulated_count)  # before backward runs
+        is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)  # before backward runs
         last = None if last is None else truth_value("last", last)
         kept = float(checked_weight(weight))
-        return MicroBatch(self.accumulator, self._reducer, self._settings, kept, last=last)
+        return MicroBatch(self._reducer, self.micro_batches, kept, last)
 
+    @in_range
     def step(
         self,
         out: Gradients | None = None,
@@ -315,9 +309,10 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
-        with _STEP:
-            result = self._step(out, truth_value("deferred", deferred), loss_scale, truth_value("partial", partial))
-        return result if self._captures else self._observers.shown(result)
+        result = self._step(out, truth_value("deferred", deferred), loss_scale, truth_value("partial", partial))
+        for callback in list(self._observers.values()) if not self._captures else ():
+            callback(result)
+        return result
 
     @whole
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
@@ -325,50 +320,49 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             what = "a deferred step hands nothing back, and leaves one factor"
             raise CallerError(what, expected="out=None, and groups=None")
         self._ask(Call.STEP)
+        accumulator, reducer, state = self.accumulator, self._reducer, self._state
         arrays = None if out is None else in_slot_order(self.layout.slots, out, "out")
-        destinations = None if arrays is None else self.accumulator.destinations.of(arrays)
-        self._settings.refuse_short(self.accumulator.accumulated_count, partial=partial)
+        destinations = None if arrays is None else accumulator.destinations.of(arrays)
+        refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
-            if self._reducer.agreed is not None:
+            if reducer.agreed is not None:
                 self.loss_scale = loss_scale
             else:
                 self._scaling.replace(loss_scale)
+        step = reducer.step
         try:
-            decided = self._decide()
-        except ExchangeError:
-            self._reducer.fail()
+            stats, decision, non_finite, used_scale = self._decide(step)
+        except Exception as fault:
+            if isinstance(fault, ExchangeError):
+                reducer.fail()
+            elif not isinstance(fault, GradientError):  # a signal handler's, perhaps in the middle of a sum
+                state.now = State.BROKEN
             raise
-        except GradientError:
-            raise
-        except BaseException:  # a signal handler's, perhaps in the middle of a sum
-            self._state.now = State.BROKEN
-            raise
-        self._state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
-        accumulator, arena = self.accumulator, self.accumulator.arena
+        state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
         if not deferred:
-            with accumulator.changing(State.BROKEN) if destinations is None else arena.in_order():
-                self._kernels.hand_back(arena, decided.decision, self._plan, destinations)
+            with accumulator.changing(State.BROKEN) if destinations is None else accumulator.arena.in_order():
+                self._kernels.hand_back(accumulator.arena, decision, self._plan, destinations)
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
-        names, changes = self._group_names, self._state.changes
-        result = StepResult(decided.step, deferred, decided, handed, accumulator, changes, names, self._late)
-        producers = accumulator.producers
+        result = StepResult(
+            step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
+            handed, accumulator, state.changes, self._group_names, self._late,
+        )  # fmt: skip
         if self._captures:
-            self._captures[0].window.closed(result, arrays, destinations)
-            accumulator.drop_window()
-            self._state.now = State.CAPTURED
+            self._captures[0].close(result, arrays, destinations)
             return result
-        self._kernels.device.hand_over(producers)
-        if decided.loss_scale is not None:
-            self._scaling.made(decided.decision)
-        if decided.decision.bad is None:
-            self._late.send()
-        self._reducer.begin(decided.step + 1)
+        if self._late is not None:
+            self._kernels.device.hand_over(accumulator.producers)
+            if decision.bad is None:
+                self._late.send()
+        if used_scale is not None:
+            self._scaling.follow(decision)
+        reducer.begin(step + 1)
         return result
 
-    def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
+    def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], object]:
         """Call a function with each step's or replay's result before it is returned; returns a function to remove it.
 
-        The step is made by then. An error of the function is raised by `step`.
+        The step is made by then. `step` raises an error of the function, and calls no function after it.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
@@ -377,7 +371,11 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             >>> result = engine.step()
             5.0
         """
-        return self._observers.add(callback)
+        if not callable(callback):
+            raise CallerError("callback cannot be called", got=said(callback), expected="a function of a step's result")
+        key = object()
+        self._observers[key] = callback
+        return partial(self._observers.pop, key, None)
 
     @property
     def has_open_window(self) -> bool:
@@ -403,7 +401,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         return self._reducer.all_gather_object(what, facts)
 
-    def capture(self) -> AbstractContextManager[CapturedWindow]:
+    def capture(self) -> CapturedWindow:
         """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
 
         Inside the `with`, call `add` and `step` as usual; nothing runs yet. The graph keeps the gradients' addresses
@@ -413,10 +411,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             CallerError: The engine is on the CPU, or has an exchange that waits for other workers on the host.
             WindowError: A window is open or being captured, or no `step` was called inside the `with`.
         """
-        graph = graph_of(self._kernels.device)
-        window = CapturedWindow(self.accumulator, self._reducer, self._late, self._observers)
-        window.ask(Call.CAPTURE)
-        return Capture(window, graph, self._captures)
+        device = self._kernels.device
+        graph = device.graph()
+        if graph is None or self._late is None:
+            what, expected = "only a GPU's steps can be captured", "a CUDA device"
+            raise CallerError(what, got=f"device '{device.name}'", expected=expected)
+        return CapturedWindow(graph, self._reducer, self._late, self._observers, self._captures)
 
     @whole
     def state_dict(self) -> dict[str, Array]:
@@ -441,8 +441,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             array([6., 0.], dtype=float32)
         """
         self._ask(Call.SAVE)
-        saved = Checkpoint(self.current_step, self._reducer.worker, self._scaling.saved(), self.accumulator.saved())
-        return saved_state(saved, self.layout, self._settings)
+        content = self.current_step, self._reducer.worker, self._scaling.saved(), self.accumulator.saved()
+        return saved_state(content, self.layout, self.micro_batches, self.average)
 
     @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -461,19 +461,22 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
             NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
         """
         self._ask(Call.LOAD)
-        checkpoint = checkpoint_of(state, self.layout, self._settings)
+        step, worker, loss_scale, window = loaded_state(state, self.layout, self.micro_batches, self.average)
+        whose = worker if window.is_open else None
         if self.exchange is not None:
-            refuse_other_worker(checkpoint.whose, self._reducer.worker)
+            refuse_other_worker(whose, self._reducer.worker)
         self.check()
-        self._scaling.load(*checkpoint.loss_scale)
-        self._late.restart()
-        self._reducer.begin(checkpoint.step, checkpoint.whose)
-        self.accumulator.load(checkpoint.window)
+        self._scaling.load(*loss_scale)
+        if self._late is not None:
+            self._late.restart()
+        self._reducer.begin(step, whose)
+        self.accumulator.load(window)
 
     def check(self) -> None:
         """Wait for a GPU's steps, and raise the error that no call has raised yet: at the end, before a checkpoint."""
-        self._late.wait()
-        self._late.raise_pending()
+        if self._late is not None:
+            self._late.wait()
+            self._late.raise_pending()
 
     def discard(self) -> None:
         """Drop the window, also one whose step failed or is broken, and a capture whose `with` was interrupted.
@@ -486,7 +489,7 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         if self._captures:
             self._captures[0].abandon()
         self._kernels.device.refuse_failed(asks=True)
-        self._reducer.discard(is_queued=self._late.drop(self.current_step))
+        self._reducer.discard(is_queued=self._late is not None and self._late.drop(self.current_step))
 
     @whole
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
@@ -513,32 +516,31 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
 
     def _ask(self, call: Call) -> None:
         """Raise if the stream's capture or the state does not allow the call; also an earlier step's error, once."""
-        if self._late.exist:  # on a GPU
+        if self._late is not None:
             refuse_other_graph(self._kernels.device, is_recording=bool(self._captures))
             if not self._captures:
                 self._late.raise_pending()
         self._state.ask(call, self._reducer.facts)
 
-    def _decide(self) -> DecidedStep:
-        """Sum, agree and decide; nothing is handed back yet."""
-        scale, tracker = self._scaling.known(self._reducer)
-        stats = self._reducer.agree((scale, tracker))
-        divisor = scale * self._reducer.divisor(stats)
+    def _decide(self, step: int) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
+        """Sum, agree and decide; nothing is handed back yet. The last is the loss scale that a dynamic one had."""
+        reducer, dynamic, zero_if_bad = self._reducer, self._scaling.dynamic, self.on_non_finite != "propagate"
+        scale = self._scaling.known(reducer)
+        stats = reducer.agree(scale)
+        divisor = scale[0] * reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        step = self._reducer.step
-        decision = self._decision(stats, divisor, step)
-        non_finite = self._reducer.find_non_finite(decision.bad) if decision.bad else None
-        if non_finite is not None and self._settings.raises:
+        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
+            decision = decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
+        else:
+            # A graph counts its own steps as it runs.
+            counted = 0 if self._captures or self._late is None else self._late.note_queued(step)
+            decision = self._kernels.finalise(
+                self.accumulator.arena, self._plan, divisor,
+                weight=stats.on_device, loss_scale=dynamic, zero_if_bad=zero_if_bad, step=counted,
+            )  # fmt: skip
+        non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
+        if non_finite is not None and self.on_non_finite == "raise":
             self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
-        used = None if self._scaling.dynamic is None else self._scaling.used(decision, scale)
-        return DecidedStep(stats, decision, non_finite, step, self._reducer.sums, used)
-
-    def _decision(self, stats: StepStats, divisor: float, step: int) -> Decision:
-        zero_if_bad, scaling = self._settings.zero_if_bad, self._scaling.dynamic
-        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
-            return decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
-        # A graph counts its own steps as it runs.
-        counted = 0 if self._captures or not self._late.exist else self._late.note_queued(step)
-        finalise = partial(self._kernels.finalise, weight=stats.on_device, loss_scale=scaling)
-        return finalise(self.accumulator.arena, self._plan, divisor, zero_if_bad=zero_if_bad, step=counted)
+        used = decision.loss_scale if decision.bad is None else scale[0]
+        return stats, decision, non_finite, None if dynamic is None else used

@@ -9,13 +9,13 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.state import Call, Facts, StepState
+from gradengine.accumulate.state import Call, Facts
 from gradengine.arguments import as_float, out_of_range, said
-from gradengine.engine.settings import Settings
 from gradengine.errors import CallerError
 from gradengine.kernels import Decision
 from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
 from gradengine.reduction.reducer import Reducer
+from gradengine.reduction.stats import Scale
 
 
 @final
@@ -26,15 +26,13 @@ class LossScaling:
         dynamic: The scale that verdicts change; None if the scale is a number that is set.
     """
 
-    def __init__(
-        self, scale: float | DynamicLossScale, settings: Settings, accumulator: PerBlockGradientAccumulator
-    ) -> None:
-        rule = scale if isinstance(scale, DynamicLossScale) else None
-        self._is_on_gpu = accumulator.kernels.device.name != "cpu"
-        self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
+    def __init__(self, scale: float | DynamicLossScale, accumulator: PerBlockGradientAccumulator) -> None:
+        self._is_on_gpu, self._state = accumulator.kernels.device.name != "cpu", accumulator.state
+        self.dynamic: LossScale | None = None
         self._number = 1.0
-        settings.shared["loss_scale"] = "a number" if rule is None else f"by {rule}"
-        if not isinstance(scale, DynamicLossScale):
+        if isinstance(scale, DynamicLossScale):
+            self.dynamic = accumulator.kernels.loss_scale(accumulator.arena, scale)
+        else:
             self._number = scale
 
     @property
@@ -42,13 +40,13 @@ class LossScaling:
         """The factor of the open window's loss."""
         return self._number if self.dynamic is None else self.dynamic.value
 
-    def set(self, value: float, state: StepState, facts: Callable[[], Facts]) -> None:
+    def set(self, value: float, facts: Callable[[], Facts]) -> None:
         """Set the next window's number; raises if a window is open, the number out of range, or the scale dynamic."""
         scale = checked_loss_scale(value)
         if scale != self._number and self.dynamic is None:
             told = facts()
             change = f"{scale} after {told['count']} micro-batches of {self._number}"
-            state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
+            self._state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
         self.replace(value)
 
     def replace(self, value: float) -> None:
@@ -57,33 +55,23 @@ class LossScaling:
             raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
         self._number = checked_loss_scale(value)
 
-    def known(self, reducer: Reducer) -> tuple[float, int]:
-        """Return the scale that the host divides by, and the finite steps that a dynamic one has seen.
-
-        Workers compare both. They are (1, 0) if only the device has the scale.
-        """
+    def known(self, reducer: Reducer) -> Scale:
+        """Return the scale that the host divides by; workers compare it. It is (1, 0) if only the device has it."""
         if self.dynamic is None:
             return self._number, 0
-        if self._is_on_gpu and not reducer.waits:
-            return 1.0, 0
+        return (1.0, 0) if self._is_on_gpu and not reducer.waits else self.saved()
+
+    def saved(self) -> Scale:
+        """Return the scale, and the finite steps in a row that a dynamic one has seen; on a GPU this waits."""
+        if self.dynamic is None:
+            return self._number, 0
         scale, tracker = self.dynamic.read()
         return float(scale), tracker
 
-    def made(self, decision: Decision) -> None:
+    def follow(self, decision: Decision) -> None:
         """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
         if self.dynamic is not None and decision.bad is not None:
             self.dynamic.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
-
-    def used(self, decision: Decision, known: float) -> Any:
-        """The scale of the step that was decided, for its result, where the scale is a dynamic one."""
-        return known if decision.bad is not None else decision.loss_scale
-
-    def saved(self) -> tuple[float, int]:
-        """The scale, and the finite steps in a row that a dynamic one has seen; on a GPU this waits."""
-        if self.dynamic is None:
-            return self._number, 0
-        scale, tracker = self.dynamic.read()
-        return float(scale), tracker
 
     def load(self, scale: float, tracker: int) -> None:
         """Go on with what was saved; raises `CallerError` for a number that is no loss scale."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, SupportsFloat, final
+from typing import Any, final
 
-from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.accumulate.groups import Group, Noted
+from gradengine.accumulate.groups import Noted
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
-from gradengine.engine.settings import Settings
+from gradengine.engine.settings import is_last
 from gradengine.errors import ExchangeError, Fixed, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer, whole
@@ -26,21 +25,13 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
     part of a micro-batch in the window, which then takes no more: `discard()` drops it.
     """
 
-    def __init__(
-        self,
-        accumulator: PerBlockGradientAccumulator,
-        reducer: Reducer,
-        settings: Settings,
-        weight: SupportsFloat,
-        *,
-        last: bool | None,
-    ) -> None:
-        self._accumulator, self._reducer, self._settings = accumulator, reducer, settings
-        self._weight, self._last = weight, last
-        self._measure = self._sends = self._has_ended = False
-        self._missing: dict[int | str, set[str]] = {}
-        self._window: object = None  # the window in which it began
-        self._noted: Noted | None = None
+    def __init__(self, reducer: Reducer, room: int | None, weight: float, last: bool | None) -> None:
+        self._reducer, self._room, self._weight, self._last = reducer, room, weight, last
+        self._accumulator, self._layout = reducer.accumulator, reducer.accumulator.layout
+        self._measure = self._sends = False
+        self._missing: dict[int | str, set[str]] = {}  # of each span that is to be sent: components not added yet
+        self._window: object = None  # the window in which it began; this object once it is over
+        self._noted = Noted(self._accumulator.groups)
 
     @whole
     def add(self, name: str, gradient: Any) -> None:
@@ -57,12 +48,12 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
             WindowError: The micro-batch is over, or the component was sent to the other workers already.
         """
-        self._add_the_noted()
-        begins = self._look_for_room()
-        self._accumulator.add_component(name, gradient, self._weight, begins=begins, measure=self._measure)
-        if begins:
-            self._window = self._accumulator.window
-        self._send_complete(self._accumulator.layout.span_of(name), [name])
+        if self._is_coming:
+            self.add_noted()
+        else:
+            self._begin(name, gradient)
+        self._accumulator.add_component(name, gradient, self._weight, begins=False, measure=self._measure)
+        self._send_complete([name])
 
     @whole
     def begin(self) -> None:
@@ -81,8 +72,9 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
                 expected="1",
                 do='scale the loss, and build the engine with average="prescaled"',
             )
-        self._begin_with({})
-        self._accumulator.flush(self._accumulator.layout.slots)
+        if not self._is_coming:
+            self._begin()
+        self._accumulator.flush(self._layout.slots)
 
     @whole
     def note_added(self, name: str) -> None:
@@ -94,13 +86,13 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             LayoutMismatch: No such component.
             WindowError: The micro-batch is over or has not begun, or the component was sent already.
         """
-        if self._window is None or self._noted is None:
+        if self._window is None:
             raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
         self._refuse_if_over()
         self._accumulator.note_added(name)
         if self._noted.complete(name):
-            self._add_the_noted()
-        self._send_complete(self._accumulator.layout.span_of(name), [name])
+            self.add_noted()
+        self._send_complete([name])
 
     def note(self, name: str, gradient: object) -> bool:
         """Note one component's gradient, to be added with the rest of its block; till then it stays as it is.
@@ -129,13 +121,12 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             >>> engine.step().norm
             5.0
         """
-        if self._noted is None or not self._is_coming:
-            self._begin_noting(name, gradient)
-        assert self._noted is not None  # noqa: S101  (made by `_begin_with`)
+        if not self._is_coming:
+            self._begin(name, gradient)
         try:
             return self._noted.note(name, gradient)
         except (KeyError, TypeError):
-            self._accumulator.layout.slot(name)  # raises
+            self._layout.slot(name)  # raises
             raise
 
     @whole
@@ -146,7 +137,15 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             LayoutMismatch, BufferRefused, WindowError: As `add`; the micro-batch is over then, and its window holds a
                 part of it.
         """
-        self._add_the_noted()
+        try:
+            for group, gradients in self._noted.taken():
+                self._refuse_if_over()
+                self._accumulator.add_group(group, gradients, self._weight, measure=self._measure)
+                pairs = zip(group.span.slots, gradients, strict=True)
+                self._send_complete(slot.name for slot, gradient in pairs if gradient is not None)
+        except BaseException as fault:
+            self.fail(type(fault))
+            raise
 
     @whole
     def end(self) -> None:
@@ -156,25 +155,21 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
             WindowError: No component was added, or the window was dropped or stepped meanwhile.
         """
         if self._window is None:
-            raise nothing_came(len(self._accumulator.layout.slots))
-        self._add_the_noted()
+            raise nothing_came(len(self._layout.slots))
+        self.add_noted()
         self._refuse_if_over()
         self._accumulator.end_micro_batch()
-        self._has_ended = True
-        if self._sends:
-            self._send(self._accumulator.layout.spans)
+        self._window = self
+        self._send(self._layout.spans)
 
     def fail(self, fault: type[BaseException]) -> None:
         """Leave the window with a part of a micro-batch, as backward failed: nothing can be taken out or added again.
 
         If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
-        is_coming, self._has_ended = self._is_coming, True
-        if is_coming and (self._state is State.SENDING or not issubclass(fault, Exception)):
+        is_coming, self._window = self._is_coming, self
+        if is_coming and (self._accumulator.state.now is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
-
-    def __enter__(self) -> MicroBatch:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
@@ -186,51 +181,8 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
 
     @property
     def _is_coming(self) -> bool:
-        """Whether a component was added, `end()` was not called, and the window is still the same."""
-        return self._window is self._accumulator.window and not self._has_ended
-
-    @property
-    def _state(self) -> State:
-        return self._accumulator.state.now
-
-    @whole
-    def _begin_noting(self, name: str, gradient: object) -> None:
-        self._begin_with({name: gradient})
-
-    def _begin_with(self, first: Mapping[str, object]) -> None:
-        """Begin to note gradients, of which the first is checked; the micro-batch may have begun by `add`."""
-        if self._look_for_room():
-            self._accumulator.begin_micro_batch(self._weight, first)
-            self._window = self._accumulator.window
-        if self._noted is None:
-            self._noted = Noted(self._accumulator.groups)
-
-    def _add_the_noted(self) -> None:
-        if self._noted is None:
-            return
-        try:
-            for group, gradients in self._noted.taken():
-                self._refuse_if_over()
-                self._accumulator.add_group(group, gradients, self._weight, measure=self._measure)
-                self._send_group(group, gradients)
-        except BaseException as fault:
-            self.fail(type(fault))
-            raise
-
-    def _look_for_room(self) -> bool:
-        """Whether the micro-batch begins; then choose whether its blocks are measured or sent.
-
-        Raises `WindowError` if it is over, or if the window is full.
-        """
-        if self._window is not None or self._has_ended:
-            self._refuse_if_over()
-            return False
-        is_last = self._settings.is_last("the window", self._accumulator.accumulated_count)
-        is_last, is_alone = is_last if self._last is None else self._last, self._reducer.is_only_worker
-        self._measure, self._sends = is_last and is_alone, is_last and not is_alone
-        spans = self._accumulator.layout.spans if self._sends else ()
-        self._missing = {span.key: {slot.name for slot in span.slots} for span in spans}
-        return True
+        """Whether it has begun, is not over, and the window is still the same."""
+        return self._window is self._accumulator.window
 
     def _refuse_if_over(self) -> None:
         if not self._is_coming:
@@ -240,21 +192,35 @@ class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
                 do="begin another by engine.micro_batch()",
             )
 
-    def _send_group(self, group: Group, gradients: Sequence[object]) -> None:
-        if self._sends:
-            added = {s.name for s, gradient in zip(group.span.slots, gradients, strict=True) if gradient is not None}
-            for span in group.spans:
-                self._send_complete(span, added)
+    @whole
+    def _begin(self, name: str | None = None, gradient: object = None) -> None:
+        """Begin with a gradient, if any, which is checked and not added; choose whether blocks are measured or sent.
 
-    def _send_complete(self, span: Span, added: Iterable[str]) -> None:
-        """Send a span to the other workers if these components were its last."""
-        if self._sends and self._missing[span.key]:
-            self._missing[span.key].difference_update(added)
-            if not self._missing[span.key]:
+        Raises `WindowError` if it is over, or if the window is full.
+        """
+        if self._window is not None:
+            self._refuse_if_over()
+        ends = is_last(self._room, "the window", self._accumulator.accumulated_count)
+        ends, is_alone = ends if self._last is None else self._last, self._reducer.is_only_worker
+        first = {} if name is None else {self._layout.slot(name).name: gradient}
+        self._accumulator.begin_micro_batch(self._weight, first)
+        self._measure, self._sends = ends and is_alone, ends and not is_alone
+        if self._sends:
+            self._missing = {span.key: {slot.name for slot in span.slots} for span in self._layout.spans}
+        self._window = self._accumulator.window
+
+    def _send_complete(self, added: Iterable[str]) -> None:
+        """Send the spans to the other workers of which these components were the last."""
+        for name in added if self._sends else ():
+            span = self._layout.span_of(name)
+            missing = self._missing[span.key]
+            missing.discard(name)
+            if not missing:
                 self._send([span])
 
     def _send(self, spans: Sequence[Span]) -> None:
         try:
-            self._reducer.start(spans)
+            if self._sends:
+                self._reducer.start(spans)
         except ExchangeError:  # raised by the step again, which keeps the window; backward can go on
             self._sends = False

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from gradengine.errors import DeviceUnavailable
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-def nvtx_range(name: str) -> AbstractContextManager[object]:
-    """Return a context that is a range of this name in a profiler, or one that does nothing.
 
-    Raises:
-        DeviceUnavailable: GRADENGINE_NVTX=1 is set, and CuPy, which has NVTX, does not load.
+def in_range(method: _Method) -> _Method:
+    """Make each call of this method a range in a profiler if GRADENGINE_NVTX=1; otherwise return it as it is.
+
+    The first call raises `DeviceUnavailable` if CuPy, which has NVTX, does not load.
     """
     if os.environ.get("GRADENGINE_NVTX") != "1":
-        return nullcontext()
-    try:
-        profiler = importlib.import_module("cupyx.profiler")
-    except ImportError as fault:
-        what = f"GRADENGINE_NVTX=1 needs CuPy ({fault})"
-        raise DeviceUnavailable(what, do="pip install 'gradengine[cuda12]', or unset it") from None
-    context: AbstractContextManager[object] = profiler.time_range(name)
-    return context
+        return method
+
+    @functools.wraps(method)
+    def called(*given: Any, **named: Any) -> Any:
+        try:
+            profiler = importlib.import_module("cupyx.profiler")
+        except ImportError as fault:
+            do = "pip install 'gradengine[cuda13]', or unset it"
+            raise DeviceUnavailable(f"GRADENGINE_NVTX=1 needs CuPy ({fault})", do=do) from None
+        with profiler.time_range(f"gradengine.{method.__name__}"):
+            return method(*given, **named)
+
+    return cast("_Method", called)

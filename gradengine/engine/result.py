@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, final
 
 import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
-from gradengine.arguments import said, truth_value
+from gradengine.arguments import truth_value
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, NotCopied, WindowError
+from gradengine.exchange.exchange import Sums
 from gradengine.kernels import Decision
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
-from gradengine.reduction.reducer import DecidedStep
 from gradengine.reduction.stats import StepStats
 
 _SHOWN = (
@@ -45,22 +45,26 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
     step: int
     deferred: bool
-    _decided: DecidedStep
+    _stats: StepStats
+    _decision: Decision
+    _non_finite: NonFiniteGradient | None  # if the host knows of one
+    _sums: Sums | None  # over workers, if there are others
+    _loss_scale: Any  # if it is a dynamic one, otherwise None
     _arrays: Mapping[str, Any]
     _accumulator: PerBlockGradientAccumulator
     _changes: int  # of the arena, when the step was over
     _group_names: Sequence[str]
-    _errors: DeferredErrors
+    _late: DeferredErrors | None  # on a GPU
 
     @property
     def norm(self) -> Any:
         """Global norm of the averaged gradient (of the sum, with `average="prescaled"`), before clipping."""
-        return self._decision.norm
+        return self._ready._decision.norm
 
     @property
     def scale(self) -> Any:
         """Clip scale; with several groups the smallest of theirs."""
-        return self._decision.scale
+        return self._ready._decision.scale
 
     @property
     def factor(self) -> Any:
@@ -68,12 +72,12 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
         After a deferred step: what the sum is still to be multiplied by. With several groups: the first group's.
         """
-        return self._decision.factor
+        return self._ready._decision.factor
 
     @property
     def inverse_factor(self) -> Any:
         """1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`."""
-        return self._decision.inverse
+        return self._ready._decision.inverse
 
     @property
     def skipped(self) -> Any:
@@ -81,37 +85,37 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
 
         On a GPU a 0-d array of 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
         """
-        return self._decision.skipped
+        return self._ready._decision.skipped
 
     @property
     def group_norms(self) -> Mapping[str, Any]:
         """Each clip group's norm."""
-        return dict(zip(self._group_names, self._decision.group_norms, strict=True))
+        return dict(zip(self._group_names, self._ready._decision.group_norms, strict=True))
 
     @property
     def group_scales(self) -> Mapping[str, Any]:
         """Each clip group's scale."""
-        return dict(zip(self._group_names, self._decision.scales, strict=True))
+        return dict(zip(self._group_names, self._ready._decision.scales, strict=True))
 
     @property
     def block_norms(self) -> Sequence[Any]:
         """Each block's norm."""
-        return self._decision.block_norms
+        return self._ready._decision.block_norms
 
     @property
     def component_norms(self) -> Sequence[Any]:
         """Each component's norm, in layout order."""
-        return self._decision.component_norms
+        return self._ready._decision.component_norms
 
     @property
     def weight(self) -> Any:
         """Weight of all micro-batches of all workers: a float, or an array on the GPU if workers sum there."""
-        return self._stats.weight
+        return self._ready._stats.weight
 
     @property
     def micro_batches(self) -> Any:
         """Micro-batches of all workers: an int, or an array on the GPU if workers sum there."""
-        return self._stats.micro_batches
+        return self._ready._stats.micro_batches
 
     @property
     def unused(self) -> frozenset[str]:
@@ -121,7 +125,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         had no gradient for a component, this waits for the step.
         """
         slots = self._accumulator.layout.slots
-        unused = np.flatnonzero(self._decided.stats.unused_by_all())
+        unused = np.flatnonzero(self._stats.unused_by_all())
         return frozenset(slots[position].name for position in unused.tolist())
 
     def metrics(self, *, blocks: bool = False) -> dict[str, float]:
@@ -148,7 +152,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return self._accumulator.kernels.device.relaxed(self._read_metrics, truth_value("blocks", blocks))
 
     def _read_metrics(self, blocks: bool) -> dict[str, float]:
-        scale, sums = float(self.scale), self._decided.sums
+        scale, sums = float(self.scale), self._sums
         total, waited = (sums.total, sums.waited) if sums else (0.0, 0.0)
         found = {
             "grad_norm": float(self.norm),
@@ -160,8 +164,8 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
         }
-        if self._decided.loss_scale is not None:
-            found["loss_scale"] = float(self._decided.loss_scale)
+        if self._loss_scale is not None:
+            found["loss_scale"] = float(self._loss_scale)
         groups = self.group_norms if len(self._group_names) > 1 else {}
         parts: dict[str, Any] = {}
         if blocks:
@@ -194,7 +198,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
                 got="sums over the window, neither averaged nor clipped",
                 do="multiply result.sums by result.factor (torch: step_fused does it), or call step(deferred=False)",
             )
-        return self._kept_arrays()
+        return self._ready._arrays
 
     @property
     def sums(self) -> Mapping[str, Any]:
@@ -210,7 +214,7 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
                 f"step {self.step} has scaled its gradients already",
                 do="take result.gradients, or call engine.step(deferred=True)",
             )
-        return self._kept_arrays()
+        return self._ready._arrays
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
@@ -221,8 +225,9 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         Raises:
             WindowError: On a GPU, where a later step's error may have replaced this step's.
         """
-        decision = self._decided.decision
-        return self._errors.of_step(self.step) if decision.bad is None else self._decided.non_finite
+        if self._late is not None and self._decision.bad is None:
+            return self._late.of_step(self.step)
+        return self._non_finite
 
     def check(self) -> None:
         """Raise the error of a gradient that was not finite now, not late; on a GPU this waits for the device.
@@ -231,10 +236,10 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
             NonFiniteGradient: The gradient held NaN or Inf.
             WindowError: On a GPU, as for `non_finite`.
         """
-        if self._decided.decision.bad is None:
-            self._errors.raise_of_step(self.step)
-        elif self._decided.non_finite is not None:
-            raise copy.copy(self._decided.non_finite)  # a copy: else the result would keep the caller's traceback
+        if self._late is not None and self._decision.bad is None:
+            self._late.raise_of_step(self.step)
+        elif self._non_finite is not None:
+            raise copy.copy(self._non_finite)  # a copy: else the result would keep the caller's traceback
 
     def __repr__(self) -> str:
         return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
@@ -244,43 +249,28 @@ class StepResult(NotCopied, instead="copy what you need: float(result.norm), res
         return replace(self, step=step, _changes=self._accumulator.state.changes)
 
     @property
-    def _decision(self) -> Decision:
-        """The decision, once the current streams have been made to wait for the step."""
+    def _ready(self) -> StepResult:
+        """This result, once the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
-        return self._decided.decision
-
-    @property
-    def _stats(self) -> StepStats:
-        """The workers' stats, once the current streams have been made to wait for the step."""
-        self._accumulator.arena.follow()
-        return self._decided.stats
-
-    def _kept_arrays(self) -> Mapping[str, Any]:
-        self._accumulator.arena.follow()
-        return self._arrays
+        return self
 
 
 @final
 class DeferredErrors:
-    """Asynchronous non-finite errors of one engine's steps, each raised once; without a readback there are none.
+    """Non-finite errors of one GPU's steps, which arrive late; each is raised once.
 
     Args:
         readback: Copies the status of the device's steps to the host.
         layout: The layout whose components the errors name.
-        raises: Whether `raise_pending` raises; else it only takes what has arrived, so that more can be sent.
+        raises: Whether `raise_pending` raises; otherwise it only takes what has arrived, so that more can be sent.
     """
 
-    def __init__(self, readback: StatusReadback | None, layout: GradientLayout, *, raises: bool = True) -> None:
+    def __init__(self, readback: StatusReadback, layout: GradientLayout, *, raises: bool) -> None:
         self._readback, self._layout, self._raises = readback, layout, raises
-        self.exist = readback is not None  # whether there can be any
+        self.send = readback.send  #: queues a copy of the status to the host, after the step that was queued
         self._latest: StepStatus | None = None
         self._raised_bad_steps = self._raised_bad_weights = 0
         self._counted = 0  # steps, as the device will count them after all queued work
-
-    def send(self) -> None:
-        """Queue a copy of the status to the host, after the step that was queued."""
-        if self._readback is not None:
-            self._readback.send()
 
     def note_queued(self, step: int) -> int:
         """Note that the step of this number is about to be queued; returns the device's count of steps after it."""
@@ -289,7 +279,7 @@ class DeferredErrors:
 
     def count_from(self, step: int) -> None:
         """Set the device's count of steps before a graph's step is queued."""
-        if self._readback is not None and self._counted != step:
+        if self._counted != step:
             self._readback.count_from(step)
         self.note_queued(step)
 
@@ -300,35 +290,35 @@ class DeferredErrors:
 
     def restart(self) -> None:
         """Forget every step so far: the next ones are counted from another number."""
-        if self._readback is not None:
-            self._readback.restart()
+        self._readback.restart()
         self._latest, self._raised_bad_steps, self._raised_bad_weights, self._counted = None, 0, 0, -1
 
     def latest(self) -> StepStatus | None:
         """The newest status that has arrived; never waits."""
-        found = self._readback.newest() if self._readback is not None else None
+        found = self._readback.newest()
         if found is not None and (self._latest is None or found.step > self._latest.step):
             self._latest = found
         return self._latest
 
     def wait(self) -> None:
         """Wait for all of the device's work, after which the newest status is known."""
-        if self._readback is not None:
-            self._latest = self._readback.read()
+        self._latest = self._readback.read()
 
     def raise_pending(self) -> None:
         """Raise the error of the last bad step, if its status has arrived and the error was not raised before."""
         status = self.latest()
-        if status is not None and status.bad_weights > self._raised_bad_weights:
+        if status is None:
+            return
+        if status.bad_weights > self._raised_bad_weights:
             self._raise_weight(status)
         # This status may be older than the one that check() has read since.
-        if self._raises and status is not None and status.bad_steps > self._raised_bad_steps:
+        if self._raises and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:
         """The error of one step, after waiting for the device; raises `WindowError` if a later step overwrote it."""
-        status = self._of_step(step)
-        if status is None:
+        status = self._read_of(step)
+        if status.bad_step != step + 1:  # that of another step stays pending
             return None
         error = self._blamed(status)
         self._raised_bad_steps = status.bad_steps
@@ -336,16 +326,13 @@ class DeferredErrors:
 
     def raise_of_step(self, step: int) -> None:
         """Raise the error of one step: what `of_step` finds, or that its weight was bad."""
-        status = self._of_step(step)
-        now = self._readback.read() if self._readback is not None else None
-        if now is not None and now.bad_weight_step == step + 1:
-            self._raise_weight(now)
-        if status is not None:
+        status = self._read_of(step)
+        if status.bad_weight_step == step + 1:
+            self._raise_weight(status)
+        if status.bad_step == step + 1:
             self._raise(status)
 
-    def _of_step(self, step: int) -> StepStatus | None:
-        """The status of this step if it was bad, else None. The error of another bad step stays pending."""
-        assert self._readback is not None  # noqa: S101  (a decision that the host does not know is a device's)
+    def _read_of(self, step: int) -> StepStatus:
         status = self._readback.read()
         # The device keeps the last bad step and the number of bad steps: if that is 1, no earlier step was bad.
         if status.bad_step > step + 1 and status.bad_steps > 1:
@@ -354,7 +341,7 @@ class DeferredErrors:
                 got=f"{status.bad_steps} steps that were not finite, the last of them step {status.bad_step - 1}",
                 do="call result.check() or read result.non_finite before the next step",
             )
-        return status if status.bad_step == step + 1 else None
+        return status
 
     def _raise_weight(self, status: StepStatus) -> NoReturn:
         """Raise the error of a bad weight, also if gradients that are not finite pass."""
@@ -391,41 +378,4 @@ def _not_agreed(status: StepStatus) -> GradientError | None:
         return ExchangeError(what, do="set the same on all ranks")
     if fault == _NO_MICRO_BATCH:
         return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")
-    return None
-
-
-@final
-class Observers:
-    """The callbacks of `GradientEngine.on_step`."""
-
-    def __init__(self) -> None:
-        self._callbacks: dict[object, Callable[[StepResult], object]] = {}
-
-    def add(self, callback: Callable[[StepResult], object]) -> Callable[[], None]:
-        """Call a function with each result from now on; returns a function that removes it."""
-        if not callable(callback):
-            raise CallerError("callback cannot be called", got=said(callback), expected="a function of a step's result")
-        key = object()
-        self._callbacks[key] = callback
-
-        def remove() -> None:
-            self._callbacks.pop(key, None)
-
-        return remove
-
-    def shown(self, result: StepResult) -> StepResult:
-        """The result, after all callbacks were called with it; then raises the first error that one of them raised."""
-        if not self._callbacks:
-            return result
-        faults = [fault for callback in list(self._callbacks.values()) if (fault := _fault_of(callback, result))]
-        if faults:
-            raise faults[0]
-        return result
-
-
-def _fault_of(callback: Callable[[StepResult], object], result: StepResult) -> Exception | None:
-    try:
-        callback(result)
-    except Exception as fault:  # noqa: BLE001  (the callback's own, raised after all have been called)
-        return fault
     return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias
 
 from gradengine.arguments import refuse_unknown, whole_number
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
+from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
 
 _OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "all_gather", "close")
@@ -17,63 +18,54 @@ OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
 
-@final
-class Settings:
-    """An engine's settings, checked."""
+def checked_settings(on_non_finite: object, average: object, micro_batches: int | None) -> int | None:
+    """Return `micro_batches` as a plain integer, if it is known; raises `CallerError` for a bad setting."""
+    refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "propagate"))
+    do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
+    refuse_unknown("average", average, ("weighted", "per_worker", "prescaled"), do=do)
+    return None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
 
-    def __init__(
-        self,
-        plan: ClipPlan,
-        on_non_finite: OnNonFinite,
-        average: Average,
-        micro_batches: int | None,
-    ) -> None:
-        refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "propagate"))
-        do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
-        refuse_unknown("average", average, ("weighted", "per_worker", "prescaled"), do=do)
-        self.plan = plan
-        self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
-        # Zeros also where it raises: a GPU's error is raised by a later call, after the gradients were handed back.
-        self.on_non_finite = on_non_finite
-        self.raises, self.zero_if_bad = on_non_finite == "raise", on_non_finite != "propagate"
-        self.average = average
-        #: Settings that must be the same on all workers, who compare them when they join.
-        self.shared = {
-            "max_norm": repr(plan.max_norms),
-            "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
-            "average": average,
-            "on_non_finite": on_non_finite,
-        }
 
-    def is_last(self, what: str, count: int) -> bool:
-        """Whether the micro-batch after `count` is the window's last; raises `WindowError` if the window is full."""
-        room = self.micro_batches
-        if room is not None and count >= room:
-            expected = f"step() after {room} micro-batches"
-            raise WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=expected)
-        return count + 1 == room
+def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> dict[str, str]:
+    """Return the settings that must be the same on all workers, who compare them when they join."""
+    return {
+        "max_norm": repr(plan.max_norms),
+        "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
+        "average": average,
+        "on_non_finite": on_non_finite,
+        "loss_scale": f"by {loss_scale}" if isinstance(loss_scale, DynamicLossScale) else "a number",
+    }
 
-    def refuse_short(self, count: int, *, partial: bool) -> None:
-        """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is said."""
-        room = self.micro_batches
-        if room is not None and 0 < count < room and not partial:
-            raise WindowError(
-                "the window is short",
-                got=f"{count} micro-batches",
-                expected=f"micro_batches={room}",
-                do="add the rest, or call step(partial=True) for a short last window",
-            )
 
-    def refuse_lone_part(self, layout: GradientLayout) -> None:
-        """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
-        clips, skips = any(bound < math.inf for bound in self.plan.max_norms), self.zero_if_bad and not self.raises
-        if layout.tp_size > 1 and (clips or skips):
-            raise CallerError(
-                "one part of a model cannot be clipped or skipped by itself",
-                got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
-                expected="tp_exchange=, over the ranks with the other parts",
-                do="or build the engine with max_norm=None and on_non_finite='raise' or 'propagate'",
-            )
+def is_last(room: int | None, what: str, count: int) -> bool:
+    """Whether the micro-batch after `count` is the window's last; raises `WindowError` if the window is full."""
+    if room is not None and count >= room:
+        expected = f"step() after {room} micro-batches"
+        raise WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=expected)
+    return count + 1 == room
+
+
+def refuse_short(room: int | None, count: int, *, partial: bool) -> None:
+    """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is allowed."""
+    if room is not None and 0 < count < room and not partial:
+        raise WindowError(
+            "the window is short",
+            got=f"{count} micro-batches",
+            expected=f"micro_batches={room}",
+            do="add the rest, or call step(partial=True) for a short last window",
+        )
+
+
+def refuse_lone_part(layout: GradientLayout, plan: ClipPlan, on_non_finite: str) -> None:
+    """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
+    clips, skips = any(bound < math.inf for bound in plan.max_norms), on_non_finite == "skip"
+    if layout.tp_size > 1 and (clips or skips):
+        raise CallerError(
+            "one part of a model cannot be clipped or skipped by itself",
+            got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
+            expected="tp_exchange=, over the ranks with the other parts",
+            do="or build the engine with max_norm=None and on_non_finite='raise' or 'propagate'",
+        )
 
 
 def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, cast, final
 
 import numpy as np
@@ -21,7 +21,7 @@ from gradengine.exchange.addresses import MPI_URL
 from gradengine.exchange.exchange import Exchange, Sums
 from gradengine.exchange.gather import gathered, packed
 from gradengine.exchange.launchers import warn_of_other_ranks
-from gradengine.kernels import ClipPlan, Decision, Float64
+from gradengine.kernels import ClipPlan, Float64
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
@@ -31,18 +31,6 @@ from gradengine.threads import cached_property
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
 
 _NO_TOTALS: Float64 = np.empty(0)
-
-
-@dataclass(frozen=True)
-class DecidedStep:
-    """A step that is summed and decided: its gradients can be handed back."""
-
-    stats: StepStats
-    decision: Decision
-    non_finite: NonFiniteGradient | None  # if the host knows of one
-    step: int
-    sums: Sums | None  # over workers, if there are others
-    loss_scale: Any = None  # where it is a dynamic one
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -72,6 +60,7 @@ class Reducer:
     """The sum over workers of one accumulator's windows.
 
     Attributes:
+        accumulator: The accumulator.
         workers: The exchange over the workers with the same part of a model, if there is one.
         parts: The group of the ranks with its other parts.
         step: The number of the open step, counted from 0.
@@ -83,7 +72,7 @@ class Reducer:
     def __init__(
         self, accumulator: PerBlockGradientAccumulator, *, average: str, settings: Mapping[str, str], plan: ClipPlan
     ) -> None:
-        self._accumulator, self._average, self._settings = accumulator, average, settings
+        self.accumulator, self._average, self._settings = accumulator, average, settings
         self.parts, self._plan = TensorParallelGroup(accumulator), plan
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
@@ -116,7 +105,7 @@ class Reducer:
     @cached_property
     def _in_parts(self) -> Any:
         """The arena, or on a GPU the object that copies its shares: cached, as it keeps an exchange's rows."""
-        return self._kernels.device.in_parts(self._accumulator.memory)
+        return self._kernels.device.in_parts(self.accumulator.memory)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
         """Join groups, which replace those of other exchanges; a step begins there anew."""
@@ -137,7 +126,7 @@ class Reducer:
         parts = "none" if self.parts.exchange is None else f"{self.parts.exchange.world_size} ranks"
         settings = {**self._settings, "tensor-parallel group": parts}
         by_calls = not self._is_on_host and self._layout.tp_size == 1
-        with self._accumulator.arena.in_order():
+        with self.accumulator.arena.in_order():
             exchange.bind(
                 self._layout, self._in_parts,
                 step=self.step, settings=settings, replaces=self.workers, sums_by_calls=by_calls,
@@ -145,7 +134,7 @@ class Reducer:
         self.workers, self.is_only_worker, self.sums = exchange, exchange.world_size == 1, None
         if exchange.device_calls is not None and not self.is_only_worker:
             try:
-                self.on_device = DeviceSums(exchange, exchange.device_calls, self._accumulator, self._plan)
+                self.on_device = DeviceSums(exchange, exchange.device_calls, self.accumulator, self._plan)
             except BaseException:
                 exchange.close()  # others wait
                 raise
@@ -157,14 +146,14 @@ class Reducer:
         started = (self.on_device or self.workers).started
         new = [span for span in spans if span.key not in started]
         for span in new:
-            self._accumulator.close_span(span)
+            self.accumulator.close_span(span)
             if self._average == "per_worker":
                 self._to_mean(span)
         if new and self.on_device is not None:
-            with self._accumulator.changing(self._state.ask(Event.SEND)):
+            with self.accumulator.changing(self._state.ask(Event.SEND)):
                 self.on_device.start(new)
         elif new:
-            with self._accumulator.arena.in_order():
+            with self.accumulator.arena.in_order():
                 self._state.enter(Event.SEND)
                 self.workers.start(*new, in_background=in_background)
 
@@ -183,12 +172,13 @@ class Reducer:
         Raises:
             WindowError: No worker had a micro-batch; all go on with the next step.
         """
-        is_alone, accumulator = self.is_only_worker and self.parts.is_alone, self._accumulator
+        is_alone, accumulator = self.is_only_worker and self.parts.is_alone, self.accumulator
         if self._loaded_from is not None:
             refuse_other_worker(self._loaded_from, self.worker)
         if self.agreed is not None:
             return self.agreed  # the step had reached its verdict before; nothing is left to exchange
-        self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
+        if not self._is_on_host:
+            self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
         if self.workers is None and is_alone:
             warn_of_other_ranks()
         accumulator.close(measure=self.is_only_worker)
@@ -259,7 +249,7 @@ class Reducer:
         return {
             "step": f"step {self.step}",
             "after_loss": "" if self.is_alone or is_over_mpi else " (after reconnect() if the exchange was lost)",
-            "count": self._accumulator.accumulated_count,
+            "count": self.accumulator.accumulated_count,
             "or_nothing": "" if self.is_alone else ", or add(None, weight=0) where this worker has none",
         }
 
@@ -278,7 +268,7 @@ class Reducer:
         if self.on_device is not None:
             self.on_device.restart()
         self._means, self.agreed, self.sums, self._loaded_from = set(), None, None, whose
-        self._accumulator.drop_window()
+        self.accumulator.drop_window()
         self.step = step
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
@@ -286,9 +276,9 @@ class Reducer:
 
     def _agree_on_host(self, scale: Scale) -> StepStats:
         if self.is_only_worker or self.workers is None:
-            self._accumulator.measure_rest()
+            self.accumulator.measure_rest()
             self._state.enter(Event.SEND)
-            return self.parts.agree(self._stats(self._kernels.totals(self._accumulator.arena)), self.step, scale)
+            return self.parts.agree(self._stats(self._kernels.totals(self.accumulator.arena)), self.step, scale)
         self.start(self._layout.spans, in_background=False)
         self.sums = self.workers.wait()
         self._state.enter(Event.SEND)
@@ -298,7 +288,7 @@ class Reducer:
         return agree(self.workers, mine, self.step, scale)
 
     def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
-        accumulator = self._accumulator
+        accumulator = self.accumulator
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.total_weight
         part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
@@ -326,19 +316,19 @@ class Reducer:
                 if slot.offset <= bad.index < slot.stop:  # else it is in padding, which is no gradient
                     return position, bad.index - slot.offset, bad.value, bad.rank
         for position in suspects:
-            with self._accumulator.arena.in_order():
-                found = self._kernels.first_non_finite(self._accumulator.arena.targets[position])
+            with self.accumulator.arena.in_order():
+                found = self._kernels.first_non_finite(self.accumulator.arena.targets[position])
             if found is not None:
                 return position, *found, None
         return None
 
     def _stats(self, totals: Float64) -> StepStats:
-        accumulator = self._accumulator
+        accumulator = self.accumulator
         return StepStats(accumulator.total_weight, accumulator.accumulated_count, totals, accumulator.unused)
 
     def _to_mean(self, span: Span) -> None:
         """Turn the span's sum into this worker's mean, only once in a step."""
-        accumulator = self._accumulator
+        accumulator = self.accumulator
         if span.key in self._means or not accumulator.accumulated_count:
             return
         factor, targets = accumulator.mean_factor, [accumulator.target_of(slot) for slot in span.slots]
