@@ -54,8 +54,6 @@ def _run(arguments: Sequence[str]) -> None:
     from gradengine import __version__  # noqa: PLC0415
     from gradengine.commands.doctor import sections, show  # noqa: PLC0415
 
-    if arguments[:1] == ["env"]:
-        raise CallerError("there is no command 'env'", do="run `gradengine doctor`, which shows what connect() reads")
     try:
         from gradengine.commands.cli import app  # noqa: PLC0415
     except ModuleNotFoundError as fault:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradengine.errors import RENAMED, CallerError, renamed
+from gradengine.errors import CallerError
 
 MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
 MOST_RANKS = 1 << 16  # of a group
@@ -120,8 +120,6 @@ def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> I
 
 def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | None = None) -> None:
     """Raise `CallerError` unless the value is one of these words."""
-    if isinstance(value, str) and RENAMED.get(value) in known:
-        raise renamed(value, do)
     if not isinstance(value, str) or value not in known:
         raise CallerError(f"unknown {name}", got=said(value), expected=f"one of {', '.join(map(repr, known))}", do=do)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 __all__ = [
     "BufferRefused",
@@ -31,17 +30,6 @@ __all__ = [
     "WindowError",
 ]
 
-#: Names of before and those of today. Nothing takes an old one: its error names the new one.
-RENAMED: Mapping[str, str] = {
-    "token": "secret",
-    "sum": "prescaled",
-    "pass": "propagate",
-    "gather": "all_gather",
-    "tell_all": "all_gather_object",
-}
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or a peer's message
 _MAX_VALUE = 300
 _MAX_LINES = 12
@@ -179,23 +167,6 @@ class DeadlineExceeded(ExchangeError):
     """No progress for longer than the timeout; the message names the ranks that are late and those that wait."""
 
 
-def renamed(old: str, do: str | None = None, kind: type[CallerError] = CallerError) -> CallerError:
-    """The error for a name of before."""
-    return kind(f"'{old}' was renamed to '{RENAMED[old]}'", do=do)
-
-
-def refuses_renamed(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function refuse a keyword argument of before by its new name."""
-
-    @functools.wraps(call)
-    def checked(*given: _P.args, **named: _P.kwargs) -> _R:
-        for old in RENAMED.keys() & named.keys():
-            raise renamed(old)
-        return call(*given, **named)
-
-    return checked
-
-
 def _printable(value: object, limit: int) -> str:
     """A value as printable text of bounded length: shortened in its middle, control characters escaped."""
     try:
@@ -242,13 +213,6 @@ class Fixed:
             raise _cannot_be_set(type(self), name)
         object.__setattr__(self, name, value)
 
-    if not TYPE_CHECKING:  # a typist still sees unknown names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if hasattr(type(self), RENAMED.get(name, "")):
-                raise renamed(name, kind=FixedAttribute)
-            object.__getattribute__(self, name)  # raises Python's own error
-
 
 def _may_be_set(kind: type, name: str) -> bool:
     return _has_setter(kind, name) or inspect.isfunction(getattr(kind, name, None))
@@ -259,8 +223,6 @@ def _has_setter(kind: type, name: str) -> bool:
 
 
 def _cannot_be_set(kind: type, name: str) -> CallerError:
-    if hasattr(kind, RENAMED.get(name, "")):
-        return renamed(name, kind=FixedAttribute)
     others = ", ".join(other for other in dir(kind) if _has_setter(kind, other))
     expected = f"one that can be set: {others}" if others else None
     is_given = name in inspect.signature(kind).parameters

@@ -201,16 +201,6 @@ def test_a_mistake_is_one_line_that_names_it(monkeypatch, capsys, tmp_path):
         assert named in error
 
 
-def test_env_is_a_part_of_doctor(monkeypatch, capsys):
-    code, error = fails(monkeypatch, capsys, "env", "--json", "-")
-    assert (code, "run `gradengine doctor`" in error) == (2, True)
-
-
-def test_the_option_of_before_is_refused_by_that_of_today(monkeypatch, capsys):
-    code, error = fails(monkeypatch, capsys, "serve", "--world-size", 2, "--token-file", "secret")
-    assert (code, "--secret-file" in error) == (2, True)
-
-
 def test_a_port_in_use_is_said_so(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

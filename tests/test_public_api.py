@@ -10,7 +10,7 @@ import pytest
 import gradengine
 from gradengine.engine.capture import CapturedWindow
 from gradengine.engine.micro_batch import MicroBatch
-from gradengine.errors import RENAMED, FixedAttribute
+from gradengine.errors import FixedAttribute
 
 PACKAGE = Path(gradengine.__file__).parent
 INTERNAL = {"bench", "demo", "commands", "__main__.py"}
@@ -68,45 +68,6 @@ def test_a_fixed_attribute_is_refused_by_name(name):
     with pytest.raises(FixedAttribute, match=rf"'{name}' of GradientEngine .*loss_scale; (make|keep) "):
         setattr(engine, name, 0.5)
     engine.loss_scale = 2.0
-
-
-LAYOUT = gradengine.GradientLayout.of([(2,)])
-ONE = ("tcp://127.0.0.1:0", 0, 1)
-OLD = {
-    "token": [
-        lambda: gradengine.connect(*ONE, token="x"),
-        lambda: gradengine.connect_if_launched(token="x"),
-        lambda: gradengine.GradientServer(1, token="x"),
-    ],
-    "sum": [lambda: gradengine.GradientEngine(LAYOUT, average="sum")],
-    "pass": [
-        lambda: gradengine.GradientEngine(LAYOUT, on_non_finite="pass"),
-        lambda: gradengine.GradientEngine(LAYOUT, on_non_finite="pass", loss_scale=gradengine.DynamicLossScale()),
-    ],
-    "gather": [lambda: gradengine.local_group(1)[0].gather(b"")],
-    "tell_all": [
-        lambda: gradengine.GradientEngine(LAYOUT).tell_all("loss", 1.0),
-        lambda: setattr(gradengine.GradientEngine(LAYOUT), "tell_all", print),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_a_name_of_before_is_refused_by_that_of_today(name, monkeypatch):
-    if name.isupper():
-        monkeypatch.setenv(name, "x")
-    for use in OLD[name]:
-        with pytest.raises(gradengine.CallerError, match=f"^'{name}' was renamed to '{RENAMED[name]}'"):
-            use()
-
-
-def test_an_unknown_name_is_pythons_own_error():
-    exchange, engine = gradengine.local_group(1)[0], gradengine.GradientEngine(LAYOUT)
-    assert [hasattr(each, name) for each in (exchange, engine) for name in ("gather", "tell_all")] == [False] * 4
-    with pytest.raises(AttributeError, match="'GradientEngine' object has no attribute 'gather'"):
-        engine.gather(b"")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sekret'"):
-        gradengine.connect(*ONE, sekret="x")
 
 
 def test_version_and_types_travel_with_the_package():

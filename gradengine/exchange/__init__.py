@@ -106,7 +106,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradengine.arguments import checked_seconds, truth_value
-from gradengine.errors import CallerError, refuses_renamed
+from gradengine.errors import CallerError
 from gradengine.exchange.addresses import MPI_URL, address_of
 from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, local_group
 from gradengine.exchange.launchers import ADDRESS, job_or_launchers, joining, launcher_of, read_ports
@@ -122,7 +122,6 @@ from gradengine.exchange.torch_group import device_calls_of, link_over_torch, me
 __all__ = ["Exchange", "GradientServer", "connect", "connect_if_launched", "local_group"]
 
 
-@refuses_renamed
 def connect(
     url: str | None = None,
     rank: int | None = None,
@@ -235,7 +234,6 @@ def connect(
         raise
 
 
-@refuses_renamed
 def connect_if_launched(**options: Any) -> Exchange | None:
     """Return `connect(**options)` if a launcher started this process, else None: for a script that may run alone.
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
-from gradengine.errors import Fixed, NotCopied, PeerLost, ProtocolError, refuses_renamed
+from gradengine.errors import Fixed, NotCopied, PeerLost, ProtocolError
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, Listener, url_of
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
@@ -72,7 +72,6 @@ class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"],
         True
     """
 
-    @refuses_renamed
     def __init__(
         self,
         world_size: int,
