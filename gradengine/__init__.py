@@ -32,7 +32,8 @@ try:
     from gradengine.kernels.loss_scale import DynamicLossScale
     from gradengine.layout import GradientLayout
     from gradengine.layout.cost import Bandwidth, TensorParallelCost
-    from gradengine.layout.tensor_parallel import ColumnParallelShard, RowParallelShard, TensorParallelConfig
+    from gradengine.layout.shards import ColumnParallelShard, RowParallelShard
+    from gradengine.layout.tensor_parallel import TensorParallelConfig
 except KeyboardInterrupt:
     # The command line begins here, before __main__ can catch Ctrl-C: end with one line and the shells' exit code.
     if sys.argv[0].endswith("gradengine") or (sys.argv[0] == "-m" and "gradengine" in sys.orig_argv):

@@ -20,7 +20,7 @@ from gradengine.arrays.buffer import Buffer, overlapping
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
 from gradengine.arrays.known import Facts, KnownArrays, facts_of
-from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, NotCopied
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
 from gradengine.layout.components import named_components
@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32
 
 
 @final
-class FusedClipState(Fixed, NotCopied, instead="make another of the same sizes"):
+class FusedClipState:
     """The memory that clipping needs: partial sums for each buffer, and the last norm and scale.
 
     One thread at a time may use it.
@@ -59,6 +59,8 @@ class FusedClipState(Fixed, NotCopied, instead="make another of the same sizes")
         >>> state.norm, state.scale, gradient
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
+
+    __reduce_ex__ = not_copied("make another of the same sizes")
 
     def __init__(self, sizes: Sequence[int], device: DeviceLike = "cpu") -> None:
         self.kernels = kernels_for(device)

@@ -2,44 +2,17 @@
 
 `CallerError` is a wrong call, `ExchangeError` a failed peer or connection, `NonFiniteGradient` a diverged model. After
 each of them the state is what it was before the failed call; after `DeviceFailed` the process can only be ended.
-Messages may hold text of a peer or a million names: they are printable, and a few lines at most.
+Messages may hold text of a peer or a million names: they are printable, and of bounded length.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import reprlib
-from typing import Any, ClassVar, NoReturn, SupportsIndex
-
-__all__ = [
-    "BufferRefused",
-    "CallerError",
-    "DeadlineExceeded",
-    "DeviceFailed",
-    "DeviceUnavailable",
-    "ExchangeError",
-    "FixedAttribute",
-    "GradientError",
-    "HandshakeRefused",
-    "LayoutMismatch",
-    "NonFiniteGradient",
-    "OutOfDeviceMemory",
-    "PeerLost",
-    "ProtocolError",
-    "WindowError",
-]
+from collections.abc import Callable
+from typing import Any, NoReturn, SupportsIndex
 
 _MAX_WHAT = 1000  # characters; it may hold the rows in which two layouts differ, or a peer's message
 _MAX_VALUE = 300
-_MAX_LINES = 12
-_MAX_ITEMS = 32  # of a container
-_containers = reprlib.Repr()
-_containers.maxlevel = 3
-_containers.maxlist = _containers.maxtuple = _containers.maxdict = _containers.maxset = _containers.maxfrozenset = (
-    _MAX_ITEMS
-)
-_containers.maxstring = _containers.maxlong = _containers.maxother = _MAX_VALUE
 
 
 class GradientError(Exception):
@@ -94,10 +67,6 @@ class OutOfDeviceMemory(CallerError):
     """Too little free memory on the device; nothing stays allocated."""
 
 
-class FixedAttribute(CallerError, AttributeError):
-    """An attribute that cannot be set, as an object ignores it or has it for life; or one that was renamed."""
-
-
 class DeviceFailed(GradientError):
     """Work on a GPU that ended in an error, ours or another library's: this process can do nothing more on that GPU."""
 
@@ -141,10 +110,7 @@ class NonFiniteGradient(GradientError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild = functools.partial(
-            type(self), step=self.step, rank=self.rank, tp_rank=self.tp_rank, is_late=self.is_late
-        )  # pickle knows no keyword arguments
-        return rebuild, (self.component, self.index, self.value), self.__dict__
+        return Exception.__new__, (type(self), self.what), vars(self)  # pickle passes no keyword arguments
 
 
 class ExchangeError(GradientError):
@@ -168,16 +134,9 @@ class DeadlineExceeded(ExchangeError):
 
 
 def _printable(value: object, limit: int) -> str:
-    """A value as printable text of bounded length: shortened in its middle, control characters escaped."""
-    try:
-        # Containers item by item: a few lists that hold each other many times print as more text than memory can hold.
-        text = _containers.repr(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else str(value)
-    except Exception as fault:  # noqa: BLE001  (nested too deep, too many digits, or a caller's own object and error)
-        text = f"<{type(value).__name__} that cannot be shown: {type(fault).__name__}>"
-    lines = _shortened(text, limit).split("\n")
-    shown = lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 2], "...", lines[-1]]
-    escaped = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
-    return _shortened(escaped, limit)
+    """Return a value as text of about `limit` characters. Control characters are escaped: it may be a peer's text."""
+    text = _shortened(reprlib.repr(value) if isinstance(value, (list, tuple, dict)) else str(value), limit)
+    return _shortened("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text), limit)
 
 
 def _shortened(text: str, limit: int) -> str:
@@ -187,59 +146,10 @@ def _shortened(text: str, limit: int) -> str:
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
 
 
-class Fixed:
-    """Base class of public objects: after `__init__` a public attribute is set by a property's setter, or not at all.
+def not_copied(do: str) -> Callable[[Any, SupportsIndex], NoReturn]:
+    """Return the `__reduce_ex__` of a class that holds memory or a connection: to copy or pickle it is an error."""
 
-    A method may be replaced, as the mock of a test does.
+    def refuse(self: object, _protocol: SupportsIndex) -> NoReturn:
+        raise CallerError(f"{type(self).__name__} cannot be copied or pickled", do=do)
 
-    Raises:
-        FixedAttribute: Another public attribute is set.
-    """
-
-    def __init_subclass__(cls, **named: Any) -> None:
-        super().__init_subclass__(**named)
-        init = cls.__init__
-
-        @functools.wraps(init)
-        def init_and_fix(self: Fixed, *given: Any, **named: Any) -> None:
-            init(self, *given, **named)
-            if type(self) is cls:
-                vars(self)["_is_fixed"] = True
-
-        cls.__init__ = init_and_fix  # type: ignore[method-assign, assignment]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name[0] != "_" and "_is_fixed" in vars(self) and not _may_be_set(type(self), name):
-            raise _cannot_be_set(type(self), name)
-        object.__setattr__(self, name, value)
-
-
-def _may_be_set(kind: type, name: str) -> bool:
-    return _has_setter(kind, name) or inspect.isfunction(getattr(kind, name, None))
-
-
-def _has_setter(kind: type, name: str) -> bool:
-    return getattr(getattr(kind, name, None), "fset", None) is not None
-
-
-def _cannot_be_set(kind: type, name: str) -> CallerError:
-    others = ", ".join(other for other in dir(kind) if _has_setter(kind, other))
-    expected = f"one that can be set: {others}" if others else None
-    is_given = name in inspect.signature(kind).parameters
-    do = f"make another {kind.__name__} with {name}=" if is_given else "keep it in a variable of your own"
-    return FixedAttribute(f"attribute '{name}' of {kind.__name__} cannot be set", expected=expected, do=do)
-
-
-class NotCopied:
-    """Base class of objects that hold memory or a connection: to copy or pickle one raises `CallerError`."""
-
-    _instead: ClassVar[str]
-
-    def __init_subclass__(cls, *, instead: str | None = None) -> None:
-        if instead is not None:
-            cls._instead = instead
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        name = type(self).__name__
-        article = "an" if name[0] in "AEIO" else "a"
-        raise CallerError(f"{article} {name} cannot be copied or pickled", do=self._instead)
+    return refuse

@@ -26,14 +26,14 @@ from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_wei
 from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import Fixed, NotCopied, WindowError
+from gradengine.errors import WindowError, not_copied
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
 
 
-class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of the same layout"):
+class PerBlockGradientAccumulator:
     """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
 
     Every call checks its arguments before it changes anything: after an error the state is what it was before. On a
@@ -65,6 +65,8 @@ class PerBlockGradientAccumulator(Fixed, NotCopied, instead="build another of th
         >>> accumulator.block(0).flatten()[:2]
         array([4., 6.], dtype=float32)
     """
+
+    __reduce_ex__ = not_copied("build another of the same layout")
 
     def __init__(
         self,

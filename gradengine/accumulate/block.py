@@ -11,7 +11,7 @@ import numpy as np
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, matched_views
 from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said
 from gradengine.arrays.buffer import Buffer
-from gradengine.errors import BufferRefused, Fixed, LayoutMismatch, NotCopied
+from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
 from gradengine.layout import Block
@@ -19,7 +19,7 @@ from gradengine.layout.slots import Span
 
 
 @final
-class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and give it flatten() by from_flat()"):
+class BlockGradientSet:
     """The gradients of one block: a range of fp32 memory and the components in it.
 
     A call that is interrupted, as by Ctrl-C, leaves the block half written: zero() it, or replace all its gradients.
@@ -41,6 +41,8 @@ class BlockGradientSet(Fixed, NotCopied, instead="make another of the block, and
         >>> block.component_sizes
         (16, 8, 8, 16, 32, 32, 32, 4, 4)
     """
+
+    __reduce_ex__ = not_copied("make another of the block, and give it flatten() by from_flat()")
 
     def __init__(
         self,

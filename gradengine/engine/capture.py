@@ -15,14 +15,14 @@ from gradengine.arrays.buffer import RawBuffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.engine.ranges import in_range
 from gradengine.engine.result import DeferredErrors, StepResult
-from gradengine.errors import BufferRefused, CallerError, Fixed, WindowError
+from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
 from gradengine.reduction.reducer import Reducer, whole
 
 
 @final
-class CapturedWindow(Fixed, AbstractContextManager["CapturedWindow"]):
+class CapturedWindow(AbstractContextManager["CapturedWindow"]):
     """What `GradientEngine.capture()` records: the adds of one window and its step.
 
     The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, as they were

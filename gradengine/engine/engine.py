@@ -30,7 +30,7 @@ from gradengine.engine.settings import (
     refuse_short,
     shared_settings,
 )
-from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, NonFiniteGradient, NotCopied
+from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, not_copied
 from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
@@ -40,7 +40,7 @@ from gradengine.reduction.stats import StepStats
 
 
 @final
-class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_dict() what state_dict() saved"):
+class GradientEngine:
     """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
 
     Every call checks its arguments before it changes anything. A step that failed can be run again: call `step()` once
@@ -88,6 +88,8 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         >>> result.norm, result.scale, result.gradients["w"]
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
+
+    __reduce_ex__ = not_copied("build another, and load_state_dict() what state_dict() saved")
 
     def __init__(
         self,
@@ -511,6 +513,12 @@ class GradientEngine(Fixed, NotCopied, instead="build another, and load_state_di
         """
         refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what nothing would read, as in `engine.max_norm = 0.5`."""
+        if not (name.startswith("_") or name in {"layout", "accumulator"} or hasattr(type(self), name)):
+            raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
+        super().__setattr__(name, value)
 
     # ---- which calls are allowed now ----
 

@@ -11,13 +11,13 @@ from gradengine.accumulate.groups import Noted
 from gradengine.accumulate.state import State
 from gradengine.accumulate.window import nothing_came
 from gradengine.engine.settings import is_last
-from gradengine.errors import ExchangeError, Fixed, WindowError
+from gradengine.errors import ExchangeError, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer, whole
 
 
 @final
-class MicroBatch(Fixed, AbstractContextManager["MicroBatch"]):
+class MicroBatch(AbstractContextManager["MicroBatch"]):
     """A micro-batch that is added component by component, in any order; made by `GradientEngine.micro_batch`.
 
     It begins with the first component, and ends with its `with`, or by `end()`; a component that was not added counts

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import truth_value
-from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, NotCopied, WindowError
+from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, WindowError, not_copied
 from gradengine.exchange.exchange import Sums
 from gradengine.kernels import Decision
 from gradengine.kernels.status import StatusReadback, StepStatus
@@ -35,13 +35,15 @@ _OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepResult(NotCopied, instead="copy what you need: float(result.norm), result.gradients[name].copy()"):
+class StepResult:
     """What a step hands back.
 
     Attributes:
         step: The step's number, counted from 0.
         deferred: Whether the step left `sums`, to be multiplied by `factor`, in place of `gradients`.
     """
+
+    __reduce_ex__ = not_copied("copy what you need: float(result.norm), result.gradients[name].copy()")
 
     step: int
     deferred: bool

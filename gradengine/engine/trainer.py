@@ -23,7 +23,7 @@ from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
-from gradengine.errors import CallerError, ExchangeError, Fixed, GradientError, ProtocolError, WindowError
+from gradengine.errors import CallerError, ExchangeError, GradientError, ProtocolError, WindowError
 from gradengine.exchange.exchange import Exchange
 from gradengine.layout import GradientLayout
 
@@ -87,7 +87,7 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
 
 
 @final
-class DistributedTrainer(Fixed):
+class DistributedTrainer:
     """Runs a local trainer on every worker so that all of them keep the same weights, bit for bit.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 
 from gradengine.arguments import as_index, refuse_unknown, said
 from gradengine.arrays.shared import refuse_without_shared_memory
-from gradengine.errors import CallerError, HandshakeRefused, NotCopied, ProtocolError
+from gradengine.errors import CallerError, HandshakeRefused, ProtocolError
 from gradengine.exchange.handshake import refuse_bad_secret
 from gradengine.exchange.links.sockets import close_in_children
 
@@ -192,7 +192,7 @@ def refuse_chosen_link(link: str, own: str | None, address: Address, who: str) -
 
 
 @final
-class Listener(NotCopied, instead="make one in the process that listens"):
+class Listener:
     """A socket that other ranks connect to; one at a path is for this user alone.
 
     Args:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, TypeVar, final
 
 from gradengine.arguments import checked_seconds, whole_number
-from gradengine.errors import CallerError, ExchangeError, Fixed, NotCopied, PeerLost, WindowError
+from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError, not_copied
 from gradengine.exchange.gather import gathered, packed, refuse_long_part
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
 from gradengine.exchange.links.link import Link
@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 
 @final
-class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="make one in each process, by connect()"):
+class Exchange(AbstractContextManager["Exchange"]):
     """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
 
     An opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do not subclass
@@ -77,6 +77,8 @@ class Exchange(Fixed, NotCopied, AbstractContextManager["Exchange"], instead="ma
     Raises:
         CallerError: A time or size is out of range.
     """
+
+    __reduce_ex__ = not_copied("make one in each process, by connect()")
 
     def __init__(
         self,

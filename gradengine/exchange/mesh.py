@@ -25,7 +25,7 @@ from typing import Any, TypeVar, final
 
 from gradengine.arguments import checked_rank
 from gradengine.arrays.shared import has_shared_memory
-from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NotCopied, PeerLost
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange import addresses
 from gradengine.exchange.addresses import Address, Listener, is_loopback, url_of
 from gradengine.exchange.handshake import Line, check_hello, new_nonce, proof, refuse_bad_job, refuse_bad_secret
@@ -45,7 +45,7 @@ _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 
 
 @final
-class Meeting(NotCopied, instead="connect in the process that steps"):
+class Meeting:
     """The means by which one rank, or the server, joins its group.
 
     Rank 0 listens from now on, so that others may call before it waits.

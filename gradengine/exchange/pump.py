@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, NotCopied, PeerLost, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.links.link import Borrow, Completed, Completion, Link, Receive, Send, Transfer
 from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
@@ -93,7 +93,7 @@ class Patience:
             logger.warning("%s has waited %.0f s for %s (%s)", link.named(link.rank), waited, names, where)
 
 
-class Pump(NotCopied, instead="make one for each link"):
+class Pump:
     """Runs one rank's gathers and all-reduce over a link, until it is closed or fails.
 
     It has a thread from the first span that is sent in the background to the end of the step. One thread makes the

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
-from gradengine.errors import Fixed, NotCopied, PeerLost, ProtocolError
+from gradengine.errors import PeerLost, ProtocolError, not_copied
 from gradengine.exchange.addresses import RETRY_SECONDS, Address, Listener, url_of
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
@@ -42,7 +42,7 @@ class ServedWorker(NamedTuple):
 
 
 @final
-class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"], instead="make one where it serves"):
+class GradientServer(AbstractContextManager["GradientServer"]):
     """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none itself.
 
     It has memory only for the few shares in flight, and serves one group after another until it is closed.
@@ -71,6 +71,8 @@ class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"],
         ...     server.url.startswith("tcp://127.0.0.1:")
         True
     """
+
+    __reduce_ex__ = not_copied("make one where it serves")
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class GradientServer(Fixed, NotCopied, AbstractContextManager["GradientServer"],
 
 
 @final
-class Hub(Pump, instead="make one for each group"):
+class Hub(Pump):
     """Serves one group over a link to all of its ranks: a pump whose gathers and steps begin as a rank begins them.
 
     It has memory only for the shares in flight. Gathers go through it too: in the first one the ranks are compared, as

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from gradengine.accumulate.gradients import and_more, in_slot_order
 from gradengine.arguments import said, truth_value
-from gradengine.errors import BufferRefused, Fixed, LayoutMismatch
+from gradengine.errors import BufferRefused, LayoutMismatch
 from gradengine.layout import GradientLayout
 
 Leaves: TypeAlias = dict[str, Any]
 
 
 @final
-class GradientTree(Fixed):
+class GradientTree:
     """Conversion between a pytree of gradients and the components of a layout.
 
     Args:

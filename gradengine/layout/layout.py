@@ -12,7 +12,7 @@ import msgpack
 
 from gradengine.arguments import as_index, checked_rank, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.dlpack import MAX_DIMENSIONS
-from gradengine.errors import CallerError, Fixed, LayoutMismatch
+from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_components, refuse_unsupported
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Block, Order, Row, Slot, Span, refuse_bad_rows, slots_of
@@ -29,7 +29,7 @@ LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm",
 Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
 
 
-class GradientLayout(Fixed):
+class GradientLayout:
     """Layout of one model's gradients in a flat fp32 arena, built by `transformer`, `lora` or `of`.
 
     Attributes:

@@ -7,8 +7,8 @@ weight in a column-parallel layer is a `RowParallelShard`, and vice versa.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
 from gradengine.arguments import checked_rank, listed, truth_value, whole_number
@@ -23,7 +23,7 @@ from gradengine.arrays.frameworks import (
     joined_by_jax,
     refuse_mixed,
 )
-from gradengine.errors import CallerError, Fixed, LayoutMismatch
+from gradengine.errors import CallerError, LayoutMismatch
 
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
@@ -31,8 +31,9 @@ Shape: TypeAlias = tuple[int, ...]
 TENSOR_PARALLEL = ("tp_rank", "tp_size")  # what such a group calls its ranks
 
 
-class Shard(Fixed, ABC):
-    """One rank's shard of a component.
+@dataclass(frozen=True)
+class Shard:
+    """One rank's shard of a component: all of it, as each rank has it, unless a subclass divides it.
 
     Attributes:
         partition: "column", "row" or "replicated".
@@ -41,11 +42,19 @@ class Shard(Fixed, ABC):
         tp_size: Size of the tensor-parallel group.
     """
 
-    partition: ClassVar[Partition]
+    partition: ClassVar[Partition] = "replicated"
     _dimension: ClassVar[int | None] = None  # along which it is sharded
     full_shape: Shape
     tp_rank: int
     tp_size: int
+
+    def __post_init__(self) -> None:
+        tp_rank, tp_size = checked_rank(self.tp_rank, self.tp_size, TENSOR_PARALLEL)
+        shape = tuple(whole_number("a dimension", dimension, 0) for dimension in self.full_shape)
+        if self._dimension is not None:
+            divided(("rows", "columns")[self._dimension], shape[self._dimension], tp_size)
+        for name, value in {"full_shape": shape, "tp_rank": tp_rank, "tp_size": tp_size}.items():
+            object.__setattr__(self, name, value)  # NumPy's integers could overflow
 
     @property
     def local_shape(self) -> Shape:
@@ -117,16 +126,6 @@ class Shard(Fixed, ABC):
             assign(whole, self._index_of(rank), part, "the destination")
         return whole if out is None else out
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    @abstractmethod
-    def __repr__(self) -> str:
-        """The expression that makes this shard; equal shards have equal ones."""
-
     def _index_of(self, rank: int) -> tuple[Any, ...]:
         """The index of a rank's shard in the whole component."""
         if self._dimension is None:
@@ -135,22 +134,8 @@ class Shard(Fixed, ABC):
         return (*[slice(None)] * self._dimension, slice(rank * length, (rank + 1) * length))
 
 
-class _MatrixShard(Shard):
-    """A shard of a matrix along one of its dimensions."""
-
-    _dimension: ClassVar[int]
-
-    def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
-        self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
-        self.full_shape = (whole_number("rows", rows, 0), whole_number("columns", columns, 0))
-        divided(("rows", "columns")[self._dimension], self.full_shape[self._dimension], self.tp_size)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.full_shape[0]}, {self.full_shape[1]}, {self.tp_rank}, {self.tp_size})"
-
-
 @final
-class ColumnParallelShard(_MatrixShard):
+class ColumnParallelShard(Shard):
     """Columns of a matrix (rows, columns): the outputs that one rank computes. A strided view unless it is copied.
 
     Args:
@@ -170,9 +155,12 @@ class ColumnParallelShard(_MatrixShard):
     partition = "column"
     _dimension = 1
 
+    def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
+        super().__init__((rows, columns), tp_rank, tp_size)
+
 
 @final
-class RowParallelShard(_MatrixShard):
+class RowParallelShard(Shard):
     """Rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
 
     The ranks' products are partial sums of the layer's output, which an all-reduce adds. Arguments and errors are those
@@ -186,19 +174,8 @@ class RowParallelShard(_MatrixShard):
     partition = "row"
     _dimension = 0
 
-
-@final
-class Replica(Shard):
-    """A component of that shape, replicated on every rank."""
-
-    partition = "replicated"
-
-    def __init__(self, shape: Shape, tp_rank: int, tp_size: int) -> None:
-        self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
-        self.full_shape = tuple(whole_number("a dimension", dimension, 0) for dimension in shape)
-
-    def __repr__(self) -> str:
-        return f"Replica({self.full_shape}, {self.tp_rank}, {self.tp_size})"
+    def __init__(self, rows: int, columns: int, tp_rank: int, tp_size: int) -> None:
+        super().__init__((rows, columns), tp_rank, tp_size)
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:

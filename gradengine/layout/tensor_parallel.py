@@ -12,17 +12,7 @@ from typing import final
 
 from gradengine.arguments import checked_rank, listed, refuse_other_kind, truth_value, whole_number
 from gradengine.errors import LayoutMismatch
-from gradengine.layout.shards import (
-    TENSOR_PARALLEL,
-    ColumnParallelShard,
-    Replica,
-    RowParallelShard,
-    Shape,
-    Shard,
-    divided,
-)
-
-__all__ = ["ColumnParallelShard", "RowParallelShard", "TensorParallelConfig"]
+from gradengine.layout.shards import TENSOR_PARALLEL, ColumnParallelShard, RowParallelShard, Shape, Shard, divided
 
 
 @final
@@ -51,7 +41,7 @@ class TensorParallelConfig:
         >>> config.local_num_heads, config.local_num_kv_heads, config.local_q_size, config.local_kv_size
         (8, 2, 512, 128)
         >>> config.shard_of("blocks.3.w_q", (1024, 1024))
-        ColumnParallelShard(1024, 1024, 0, 2)
+        ColumnParallelShard(full_shape=(1024, 1024), tp_rank=0, tp_size=2)
     """
 
     tp_rank: int
@@ -182,4 +172,4 @@ class TensorParallelConfig:
         if component in vocabulary and self.vocab_parallel:
             self.local_vocab_size(given[0])  # refuses by its name one that cannot be divided
             return RowParallelShard(given[0], h, *ranks)
-        return RowParallelShard(*rows[component], *ranks) if component in rows else Replica(given, *ranks)
+        return RowParallelShard(*rows[component], *ranks) if component in rows else Shard(given, *ranks)

@@ -21,7 +21,7 @@ from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.result import StepResult
-from gradengine.errors import BufferRefused, CallerError, Fixed, LayoutMismatch, WindowError
+from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
 from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
@@ -82,7 +82,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
 
 
 @final
-class Attached(Fixed, AbstractContextManager["Attached"]):
+class Attached(AbstractContextManager["Attached"]):
     """A module whose gradients go into an engine as backward makes them; from `attach`.
 
     A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with that backward. Between

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
-from gradengine.errors import NotCopied, PeerLost, ProtocolError
+from gradengine.errors import PeerLost, ProtocolError
 from gradengine.threads import Bell
 
 VANISHED_SECONDS = 20.0  # after which a machine that answers nothing is given up
@@ -65,7 +65,7 @@ class Release(NamedTuple):
 Transfer: TypeAlias = Send | Receive | Borrow | Release
 
 
-class Link(NotCopied, ABC, instead="make one on each rank"):
+class Link(ABC):
     """One rank's transfers to and from the other ranks of its group.
 
     A send and a receive are matched by rank and tag, and must be of the same size. For each rank, direction and tag one
@@ -164,7 +164,7 @@ class Link(NotCopied, ABC, instead="make one on each rank"):
         have borrowed memory from this one: their `release` fails. May be called twice.
         """
 
-    def lose_vanished(self) -> None:
+    def lose_vanished(self) -> None:  # noqa: B027  (most links have nothing to ask)
         """Have `poll` raise `PeerLost` for a rank whose machine answers nothing any more, where that can be seen.
 
         Any thread may call this, at any time.
