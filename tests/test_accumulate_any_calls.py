@@ -204,7 +204,7 @@ class AnyCalls(RuleBasedStateMachine):
 
     def some_block(self, data):
         block = data.draw(st.sampled_from(self.layout.blocks))
-        return block.index, block.slots
+        return block.key, block.slots
 
     def opened(self, data):
         """A block as it stands, its slots, and that it holds what it must."""

@@ -75,7 +75,7 @@ def test_part_by_part_as_backward_makes_them(device):
         accumulator.accumulate_non_block(0, named["lm_head"], weight)
         accumulator.accumulate_non_block("final_norm", named["final_norm"], weight)
         for block in reversed(LAYOUT.blocks):
-            accumulator.accumulate_block(block.index, [named[slot.name] for slot in block.slots], weight)
+            accumulator.accumulate_block(block.key, [named[slot.name] for slot in block.slots], weight)
         accumulator.accumulate_non_block(2, named["embedding"], weight)
     accumulator.close()
     assert_same(accumulator.views(), host_sums(batches, weights))

@@ -122,7 +122,7 @@ def test_a_short_name_that_is_anothers_full_name_never_serves_two_slots():
     ],
 )
 def test_a_gradient_has_the_slots_shape_or_is_flat(shape, slot_shape, fits):
-    view, slot = host_buffer(np.zeros(shape, np.float32), "w"), Slot("w", slot_shape, 0, None)
+    view, slot = host_buffer(np.zeros(shape, np.float32), "w"), Slot("w", slot_shape)
     if fits:
         assert matched_views([slot, slot], [None, view], lambda sources, _: list(sources)) == [None, view]
         return

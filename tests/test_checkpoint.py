@@ -483,7 +483,7 @@ class TestRefused:
             (GradientLayout.of({"head": (1,), "layers.0.w": (3, 5), "layers.1.w": (7,)}), "row 0: here 'head'"),
             (GradientLayout.of({"layers.0.w": (5, 3), "layers.1.w": (7,), "head": (1,)}), "row 0: here"),
             (GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,)}), "row 2: here nothing, there 'head'"),
-            (GradientLayout(LAYOUT._rows, ["head", 0, 1]), "backward order at 1"),
+            (GradientLayout(LAYOUT.slots, ["head", 0, 1]), "backward order at 1"),
         ],
         ids=["shape", "order", "transposed", "one less", "order of backward"],
     )

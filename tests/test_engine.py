@@ -77,7 +77,7 @@ class TestWindows:
                     written = {*sums}
                 case "block" if layout.blocks:
                     block = data.draw(st.sampled_from(layout.blocks))
-                    engine.accumulator.block(block.index).scale(0.5)
+                    engine.accumulator.block(block.key).scale(0.5)
                     sums |= {slot.name: sums[slot.name] * np.float32(2) for slot in block.slots}
                     written |= {slot.name for slot in block.slots}
                 case "has_non_finite":

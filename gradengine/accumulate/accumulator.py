@@ -29,7 +29,7 @@ from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import WindowError, not_copied
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
-from gradengine.layout import Block, GradientLayout, Slot, Span, refuse_no_layout
+from gradengine.layout import GradientLayout, Slot, Span, refuse_no_layout
 from gradengine.threads import cached_property
 
 
@@ -451,7 +451,7 @@ class PerBlockGradientAccumulator:
         self._flush(span)
         self._exposed[span.places] = True
 
-    def _writing(self, block: Block) -> AbstractContextManager[None]:
+    def _writing(self, block: Span) -> AbstractContextManager[None]:
         """A context in which a block that was handed out is written to."""
         if block in self._left:
             raise self._on_its_way(block.called)

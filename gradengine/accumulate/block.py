@@ -14,7 +14,6 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import SMALLEST_FACTOR
-from gradengine.layout import Block
 from gradengine.layout.slots import Span
 
 
@@ -46,13 +45,13 @@ class BlockGradientSet:
 
     def __init__(
         self,
-        block: Block,
+        block: Span,
         kernels: Kernels | None = None,
         arena: Arena | None = None,
         slots: Span | None = None,
         writing: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        refuse_other_kind("block", block, Block, do="pass one of layout.blocks")
+        refuse_other_kind("block", block, Span, do="pass one of layout.blocks")
         self._block, self._kernels = block, kernels_for("cpu" if kernels is None else kernels)
         whole, start, stop = None if arena is None else arena.memory, block.start, block.stop
         self._memory = self._kernels.device.allocate(stop - start) if whole is None else whole.part(start, stop)
@@ -66,7 +65,7 @@ class BlockGradientSet:
         sizes = tuple([target.size for target in self._targets])
         if sizes != self.component_sizes:
             raise LayoutMismatch(
-                f"block {block.index} is given other targets", got=said(sizes), expected=said(self.component_sizes)
+                f"{block.called} is given other targets", got=said(sizes), expected=said(self.component_sizes)
             )
         if arena is None:
             self.zero()
@@ -106,7 +105,7 @@ class BlockGradientSet:
         view = self._kernels.device.view(flat, self._block.name)
         if view.size != self._memory.size:
             raise LayoutMismatch(
-                f"flat gradient of block {self._block.index} has another length",
+                f"flat gradient of {self._block.called} has another length",
                 got=f"{view.size} elements",
                 expected=f"{self._memory.size} elements (padding between components included)",
             )
@@ -123,7 +122,7 @@ class BlockGradientSet:
                 own memory and is not the same component there.
         """
         slots = self._block.slots
-        sources = in_slot_order(slots, gradients, f"block {self._block.index}", f"{self._block.name}.")
+        sources = in_slot_order(slots, gradients, self._block.called, f"{self._block.name}.")
         self._write(matched_views(slots, sources, self._kernels.device.views), overwrite=False)
 
     def scale(self, divisor: float) -> None:

@@ -78,7 +78,7 @@ class GpuGradientAccumulator(PerBlockGradientAccumulator):
             BufferRefused: A buffer cannot be written in place, or two share memory.
         """
         block = self.layout.block(index)
-        self._copy(block.slots, workspace, f"the workspace of block {block.index}", f"{block.name}.")
+        self._copy(block.slots, workspace, f"the workspace of {block.called}", f"{block.name}.")
 
     def copy_non_block_to(self, name: str | int, destination: object) -> None:
         """Queue a copy of the current sum of one component outside the blocks to a buffer on the device, in its dtype.

@@ -227,7 +227,7 @@ class GradientEngine:
             LayoutMismatch, BufferRefused, WindowError: As `add`.
         """
         block = self.layout.block(index)
-        add = partial(self.accumulator.add_block, block.index, gradients, weight)
+        add = partial(self.accumulator.add_block, index, gradients, weight)
         self._add_part(block, add, gradients, truth_value("last", last), f"{block.name}.")
 
     @whole

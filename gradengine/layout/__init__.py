@@ -13,13 +13,12 @@ from gradengine.layout.layout import (
     layout_from_table,
     refuse_no_layout,
 )
-from gradengine.layout.slots import Block, Slot, Span
+from gradengine.layout.slots import Slot, Span
 
 __all__ = [
     "BLOCK_COMPONENTS",
     "LORA_COMPONENTS",
     "NON_BLOCK_COMPONENTS",
-    "Block",
     "GradientLayout",
     "Slot",
     "Span",

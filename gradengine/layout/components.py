@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,24 +15,9 @@ from gradengine.arguments import said
 from gradengine.arrays.dtypes import DTYPES, dtype_name, unsupported_dtype
 from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
-from gradengine.layout.slots import Order
+from gradengine.layout.slots import Order, Slot
 
 _DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
-
-
-@dataclass(frozen=True)
-class ShapeInMemory:
-    """The shape of a torch parameter with its dimensions in memory order."""
-
-    shape: tuple[int, ...]
-    order: Order | None  # the parameter's dimensions as they follow each other in memory; None if it is contiguous
-
-
-class ParameterHolder(Protocol):
-    """The part of torch.nn.Module that a layout uses."""
-
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        """Name and parameter, tied parameters once."""
 
 
 def named_components(given: Any) -> list[tuple[str, Any]]:
@@ -68,7 +52,7 @@ def is_nested(value: object) -> bool:
     return any(item is None or isinstance(item, (list, tuple, Mapping)) or hasattr(item, "shape") for item in items)
 
 
-def shapes_in_memory(module: Any) -> dict[str, ShapeInMemory]:
+def shapes_in_memory(module: Any) -> dict[str, Slot]:
     """Shapes of the trainable parameters, all checked, with their dimensions in memory order.
 
     Raises `LayoutMismatch` if nothing is trainable.
@@ -85,7 +69,7 @@ def shapes_in_memory(module: Any) -> dict[str, ShapeInMemory]:
         refuse_unsupported(name, parameter)
     orders = {name: memory_order(parameter) for name, parameter in parameters.items()}
     return {
-        name: ShapeInMemory(tuple(parameter.shape[d] for d in orders[name] or range(parameter.ndim)), orders[name])
+        name: Slot(name, tuple(parameter.shape[d] for d in orders[name] or range(parameter.ndim)), order=orders[name])
         for name, parameter in parameters.items()
     }
 

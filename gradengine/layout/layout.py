@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any, TypeAlias, get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import msgpack
 
 from gradengine.arguments import as_index, checked_rank, refuse_other_kind, said, truth_value, whole_number
 from gradengine.arrays.dlpack import MAX_DIMENSIONS
 from gradengine.errors import CallerError, LayoutMismatch
-from gradengine.layout.components import ParameterHolder, ShapeInMemory, named_components, refuse_unsupported
+from gradengine.layout.components import named_components, refuse_unsupported
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
-from gradengine.layout.slots import Block, Order, Row, Slot, Span, refuse_bad_rows, slots_of
+from gradengine.layout.slots import Order, Slot, Span, refuse_bad_slots, spans_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 from gradengine.threads import cached_property
 
@@ -24,9 +23,6 @@ NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
 _MOST_BLOCKS = 1 << 14
 _MOST_BYTES = 1 << 62
 LORA_COMPONENTS = ("lora_a_q", "lora_b_q", "lora_a_v", "lora_b_v", "input_norm", "post_attn_norm")
-
-
-Components: TypeAlias = Mapping[str, Any] | Iterable[Any] | ParameterHolder
 
 
 class GradientLayout:
@@ -51,20 +47,18 @@ class GradientLayout:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        slots: Sequence[Slot],
         backward_order: Sequence[int | str] | None = None,
         *,
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        refuse_bad_rows(rows)
+        refuse_bad_slots(slots)
         self.tp_rank, self.tp_size = checked_rank(tp_rank, tp_size, TENSOR_PARALLEL)
-        self._rows = tuple(rows)
-        self.blocks, non_block = slots_of(rows)
-        by_key: dict[int | str, Span] = {span.key: span for span in (*self.blocks, *non_block)}
-        by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
-        self.slots = tuple(by_name[row.name] for row in rows)
-        self._by_name = {slot.name: slot for slot in self.slots}
+        by_key = {span.key: span for span in spans_of(slots)}
+        self.blocks = tuple(span for span in by_key.values() if isinstance(span.key, int))
+        self._by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
+        self.slots = tuple(self._by_name[slot.name] for slot in slots)
         # Models list their parameters from input to output, so backward completes them in reverse.
         appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
         order = [*reversed(appearance)] if backward_order is None else [*backward_order]
@@ -78,7 +72,7 @@ class GradientLayout:
 
     @staticmethod
     def of(
-        gradients: Components,
+        gradients: Any,
         *,
         tp_rank: int = 0,
         tp_size: int | None = None,
@@ -127,12 +121,12 @@ class GradientLayout:
         _refuse_bad_partitions(split, dict(named), None if tp_size is None else size)
         for name, array in named:
             refuse_unsupported(name, array)
-        orders = {name: array.order for name, array in named if isinstance(array, ShapeInMemory)}
-        rows = [
-            Row(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated"), orders.get(name))
+        orders = {name: array.order for name, array in named if isinstance(array, Slot)}
+        slots = [
+            Slot(name, _shape_of(name, g), _block_name(name), split.get(name, "replicated"), orders.get(name))
             for name, g in named
         ]
-        return GradientLayout(rows, tp_rank=rank, tp_size=size)
+        return GradientLayout(slots, tp_rank=rank, tp_size=size)
 
     @staticmethod
     def transformer(
@@ -168,23 +162,26 @@ class GradientLayout:
         """
         h, kv, i, v = hidden_size, kv_hidden_size, intermediate_size, vocab_size
         block_shapes = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
-        rows = _block_rows(num_blocks, BLOCK_COMPONENTS, block_shapes)
+        slots = _block_slots(num_blocks, BLOCK_COMPONENTS, block_shapes)
         tail = dict(zip(NON_BLOCK_COMPONENTS, ((v, h), (h,), (v, h)), strict=True))
         if not truth_value("embedding", embedding):
             del tail["embedding"]
-        rows += [Row(name, _shape_of(name, shape), None) for name, shape in tail.items()]
+        slots += [Slot(name, _shape_of(name, shape)) for name, shape in tail.items()]
         order: list[int | str] = [
             "lm_head",
             "final_norm",
-            *reversed(range(len(rows) // len(BLOCK_COMPONENTS))),
+            *reversed(range(len(slots) // len(BLOCK_COMPONENTS))),
             *(["embedding"] if embedding else []),
         ]
         if tensor_parallel is None:
-            return GradientLayout(rows, order)
+            return GradientLayout(slots, order)
         refuse_other_kind("tensor_parallel", tensor_parallel, TensorParallelConfig)
-        shards = [tensor_parallel.shard_of(row.name, row.shape) for row in rows]
-        rows = [Row(r.name, s.local_shape, r.block_name, s.partition) for r, s in zip(rows, shards, strict=True)]
-        return GradientLayout(rows, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
+        shards = [tensor_parallel.shard_of(slot.name, slot.shape) for slot in slots]
+        slots = [
+            replace(slot, shape=shard.local_shape, partition=shard.partition)
+            for slot, shard in zip(slots, shards, strict=True)
+        ]
+        return GradientLayout(slots, order, tp_rank=tensor_parallel.tp_rank, tp_size=tensor_parallel.tp_size)
 
     @staticmethod
     def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
@@ -205,7 +202,7 @@ class GradientLayout:
         """
         h, kv = hidden_size, kv_hidden_size
         shapes = ((h, rank), (rank, h), (h, rank), (rank, kv), (h,), (h,))
-        return GradientLayout(_block_rows(num_blocks, LORA_COMPONENTS, shapes))
+        return GradientLayout(_block_slots(num_blocks, LORA_COMPONENTS, shapes))
 
     @cached_property
     def num_elements(self) -> int:
@@ -241,8 +238,8 @@ class GradientLayout:
         For shards of a model [tp_rank, tp_size, each row's partition] follows: different shards can have equal shapes,
         and must not be summed. The handshake sends and compares this table.
         """
-        rows = [[r.name, r.shape, r.block_name, *([] if r.order is None else [r.order])] for r in self._rows]
-        part = [[self.tp_rank, self.tp_size, [row.partition for row in self._rows]]] if self.tp_size > 1 else []
+        rows = [[s.name, s.shape, s.block_name, *([] if s.order is None else [s.order])] for s in self.slots]
+        part = [[self.tp_rank, self.tp_size, [slot.partition for slot in self.slots]]] if self.tp_size > 1 else []
         packed = msgpack.packb([rows, [span.key for span in self.spans], *part])
         assert isinstance(packed, bytes)  # noqa: S101  (packb's stub says Any)
         return packed
@@ -277,7 +274,7 @@ class GradientLayout:
             raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block for it")
         return self.spans_by_key[name]
 
-    def block(self, index: int) -> Block:
+    def block(self, index: int) -> Span:
         """Block `index`, counted from 0.
 
         Raises:
@@ -315,50 +312,41 @@ def layout_from_table(table: bytes) -> GradientLayout:
     try:
         table_rows, order, *part = msgpack.unpackb(table, max_ext_len=0)
         tp_rank, tp_size, partitions = part[0] if part else (0, 1, ["replicated"] * len(table_rows))
-        rows = [
-            _row(str(name), shape, None if block is None else str(block), partition, order)
-            for (name, shape, block, *order), partition in zip(table_rows, partitions, strict=True)
+        slots = [
+            _slot(str(name), shape, None if block is None else str(block), partition, orders)
+            for (name, shape, block, *orders), partition in zip(table_rows, partitions, strict=True)
         ]
-        return GradientLayout(rows, order, tp_rank=tp_rank, tp_size=tp_size)
+        return GradientLayout(slots, order, tp_rank=tp_rank, tp_size=tp_size)
     except LayoutMismatch:
         raise
     except (ValueError, TypeError, RecursionError, CallerError) as fault:
         raise LayoutMismatch(f"a layout table cannot be read ({fault})") from None
 
 
-def _row(name: str, shape: Sequence[int], block: str | None, partition: Partition, orders: Sequence[Any]) -> Row:
+def _slot(name: str, shape: Sequence[int], block: str | None, partition: Partition, orders: Sequence[Any]) -> Slot:
     """A row of a table, which has one order of dimensions or none."""
     for order in orders:
         if sorted(order) != [*range(len(shape))] or len(orders) > 1:
             raise LayoutMismatch(f"component '{name}' has a bad order of dimensions", got=said(orders))
-    return Row(name, _shape_of(name, shape), block, partition, tuple(orders[0]) if orders else None)
+    return Slot(name, _shape_of(name, shape), block, partition, tuple(orders[0]) if orders else None)
 
 
-def _block_rows(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Row]:
+def _block_slots(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Slot]:
     count = whole_number("num_blocks", num_blocks, 0, _MOST_BLOCKS, LayoutMismatch)
     return [
-        Row(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
+        Slot(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
         for b in range(count)
         for name, shape in zip(names, shapes, strict=True)
     ]
 
 
 def _shape_of(name: str, array: Any) -> Shape:
-    dimensions = array.shape if hasattr(array, "shape") else array
-    if isinstance(dimensions, (bytes, bytearray, AbstractSet)):  # their items are whole numbers, but not dimensions
-        dimensions = None
-    try:
-        given = [as_index(dimension) for dimension in itertools.islice(dimensions, MAX_DIMENSIONS + 1)]
-    except TypeError:  # not iterable
-        given = [None]
-    shape = tuple(dimension for dimension in given if dimension is not None)
-    if len(shape) < len(given):
-        raise LayoutMismatch(f"component '{name}' has no shape", got=said(array), expected="an array or a shape")
-    if len(shape) > MAX_DIMENSIONS:
-        got, expected = f"more than {MAX_DIMENSIONS}", f"at most {MAX_DIMENSIONS}"
-        raise LayoutMismatch(f"component '{name}' has too many dimensions", got=got, expected=expected)
-    if any(d < 0 for d in shape):
-        raise LayoutMismatch(f"component '{name}' has a negative dimension", got=shape, expected="dimensions >= 0")
+    dimensions = tuple(array.shape) if hasattr(array, "shape") else array
+    given = [as_index(dimension) for dimension in dimensions] if isinstance(dimensions, (tuple, list)) else [None]
+    shape = tuple(dimension for dimension in given if dimension is not None and dimension >= 0)
+    if len(shape) < len(given) or len(shape) > MAX_DIMENSIONS:
+        expected = f"an array, or at most {MAX_DIMENSIONS} whole numbers >= 0"
+        raise LayoutMismatch(f"component '{name}' has no shape", got=said(array), expected=expected)
     return shape
 
 

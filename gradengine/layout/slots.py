@@ -7,8 +7,8 @@ boundary, so that vector loads are aligned whatever the sizes are. The padding b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -26,14 +26,15 @@ ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
 
 @dataclass(frozen=True)
 class Slot:
-    """A component's range in the arena; `offset` and `size` count fp32 elements."""
+    """A component, and its range in the arena of a layout; `offset` and `size` count fp32 elements."""
 
     name: str
     shape: Shape  # under tensor parallelism that of this rank's shard
-    offset: int  # its first element in the arena
-    block: int | None  # the index of its block
+    block_name: str | None = None  # "layers.0"; None outside the blocks
     partition: Partition = "replicated"  # over a tensor-parallel group
     order: Order | None = None  # of `shape`, if a torch parameter is not contiguous (channels_last, transposed)
+    offset: int = 0  # its first element in the arena; the layout sets this and what follows
+    block: int | None = None  # the index of its block
     position: int = 0  # among the layout's slots
 
     @cached_property
@@ -60,6 +61,7 @@ class Span:
     start: int = 0  # elements of the arena, where the components are contiguous
     stop: int = 0
     called: str = ""  # its name in errors: "block 0", "component 'head'"
+    name: str = ""  # of a block: "layers.0"
 
     @staticmethod
     def of(slots: Iterable[Slot], called: str) -> Span:
@@ -94,47 +96,23 @@ class Span:
         return {position: i for i, position in enumerate(self.positions)}
 
 
-@dataclass(frozen=True, eq=False)
-class Block(Span):
-    """The components of one transformer layer, contiguous in the arena (padding included)."""
-
-    name: str = ""
-
-    @property
-    def index(self) -> int:
-        """The block's number, counted from 0."""
-        assert isinstance(self.key, int)  # noqa: S101  (a block's key is its index by construction)
-        return self.key
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the layout table, which identifies a slot on every worker."""
-
-    name: str
-    shape: Shape
-    block_name: str | None
-    partition: Partition = "replicated"
-    order: Order | None = None
-
-
-def refuse_bad_rows(rows: Sequence[Row]) -> None:
-    """Raise `LayoutMismatch` if there are no rows, or for a repeated or not UTF-8 name, or an unknown partition."""
-    if not rows:
+def refuse_bad_slots(slots: Sequence[Slot]) -> None:
+    """Raise `LayoutMismatch` if there are none, or for a repeated or not UTF-8 name, or an unknown partition."""
+    if not slots:
         raise LayoutMismatch("a layout needs at least one component", got=0)
     seen: set[str] = set()
-    for row in rows:
-        if not isinstance(row.partition, str) or row.partition not in get_args(Partition):
-            what, known = f"component '{row.name}' has an unknown partition", get_args(Partition)
-            raise LayoutMismatch(what, got=said(row.partition), expected=f"one of {known}")
+    for slot in slots:
+        if not isinstance(slot.partition, str) or slot.partition not in get_args(Partition):
+            what, known = f"component '{slot.name}' has an unknown partition", get_args(Partition)
+            raise LayoutMismatch(what, got=said(slot.partition), expected=f"one of {known}")
         try:
-            row.name.encode()
+            slot.name.encode()
         except UnicodeEncodeError:  # half of a surrogate pair
             what = "a component's name is not UTF-8"
-            raise LayoutMismatch(what, got=said(row.name), expected="text in UTF-8") from None
-        if row.name in seen:
-            raise LayoutMismatch("two components have one name", got=repr(row.name), expected="names that differ")
-        seen.add(row.name)
+            raise LayoutMismatch(what, got=said(slot.name), expected="text in UTF-8") from None
+        if slot.name in seen:
+            raise LayoutMismatch("two components have one name", got=repr(slot.name), expected="names that differ")
+        seen.add(slot.name)
 
 
 def refuse_other_order(name: str, order: Order | None, expected: Order | None) -> None:
@@ -148,35 +126,32 @@ def refuse_other_order(name: str, order: Order | None, expected: Order | None) -
         )
 
 
-def slots_of(rows: Sequence[Row]) -> tuple[tuple[Block, ...], tuple[Span, ...]]:
-    """Aligned slots: blocks first, by their numbers, then the other components in the order given."""
+def spans_of(slots: Sequence[Slot]) -> Iterator[Span]:
+    """Place the slots in the arena: blocks first, by their numbers, then the other components in the order given."""
     members: dict[str, list[int]] = {}
-    for position, row in enumerate(rows):
-        if row.block_name is not None:
-            members.setdefault(row.block_name, []).append(position)
-    blocks, cursor = [], 0
+    for position, slot in enumerate(slots):
+        if slot.block_name is not None:
+            members.setdefault(slot.block_name, []).append(position)
+    start = 0
     for index, name in enumerate(_numbered(members)):
-        slots, stop = _slots(rows, members[name], cursor, index)
-        blocks.append(Block(index, tuple(members[name]), slots, cursor, stop, f"block {index}", name))
-        cursor = stop
-    non_block = []
-    for position, row in enumerate(rows):
-        if row.block_name is None:
-            slots, stop = _slots(rows, [position], cursor, None)
-            non_block.append(Span(row.name, (position,), slots, cursor, stop, f"component '{row.name}'"))
-            cursor = stop
-    return tuple(blocks), tuple(non_block)
+        span = Span(index, tuple(members[name]), *_placed(slots, members[name], start, index), f"block {index}", name)
+        start = span.stop
+        yield span
+    for position, slot in enumerate(slots):
+        if slot.block_name is None:
+            span = Span(slot.name, (position,), *_placed(slots, [position], start), f"component '{slot.name}'")
+            start = span.stop
+            yield span
 
 
-def _slots(
-    rows: Sequence[Row], positions: Iterable[int], start: int, block: int | None
-) -> tuple[tuple[Slot, ...], int]:
-    slots = []
+def _placed(
+    slots: Sequence[Slot], positions: Sequence[int], start: int, block: int | None = None
+) -> tuple[tuple[Slot, ...], int, int]:
+    placed, stop = [], start
     for position in positions:
-        row = rows[position]
-        slots.append(Slot(row.name, row.shape, start, block, row.partition, row.order, position))
-        start = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
-    return tuple(slots), start
+        placed.append(replace(slots[position], offset=stop, block=block, position=position))
+        stop = -(-placed[-1].stop // ALIGNMENT) * ALIGNMENT
+    return tuple(placed), start, stop
 
 
 def _numbered(block_names: Iterable[str]) -> list[str]:
