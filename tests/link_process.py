@@ -20,7 +20,7 @@ from ranks import on_grid, on_ranks
 from gradengine import GradientEngine, TensorParallelConfig, connect
 from gradengine.errors import CallerError, ExchangeError, PeerLost
 from gradengine.exchange import addresses, torch_group
-from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.link import RECEIVE, SEND
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
@@ -348,7 +348,7 @@ def moves():
             source, sink = np.arange(size).astype(dtype) + link.rank, np.zeros(size, dtype)
             link.send(other, 7, source)
             link.receive(other, 7, sink)
-            assert {*until(link, 2)} == {(kind, other, 7) for kind in (Completed.SENT, Completed.RECEIVED)}
+            assert {*until(link, 2)} == {(kind, other, 7) for kind in (SEND, RECEIVE)}
             assert np.array_equal(sink, np.arange(size).astype(dtype) + other)
     assert link.poll() == []
     if link.rank == 0:
@@ -363,7 +363,7 @@ def moves():
         over = []
         with pytest.raises(PeerLost, match="rank 0 is gone: it has closed its link"):
             until(link, 3, over)
-        assert {*over} == {(Completed.RECEIVED, 0, 1), (Completed.RECEIVED, 0, 2)}
+        assert {*over} == {(RECEIVE, 0, 1), (RECEIVE, 0, 2)}
         assert sinks[0].all()
         assert sinks[1].all()
     say("the same")

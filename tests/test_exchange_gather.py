@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradengine.errors import CallerError, ProtocolError
 from gradengine.exchange.gather import _HEAD_TAG, _REST_TAG, _ROOM, Gather, is_of_gather, refuse_long_part
-from gradengine.exchange.links.link import Completed, Completion, Send
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion
 from gradengine.exchange.shares import MOST_SHARES
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 
@@ -21,7 +21,7 @@ def run(gathers, rng):
     while True:
         for rank, gather in enumerate(gathers):
             for transfer in gather.transfers():
-                if isinstance(transfer, Send):
+                if transfer.kind == SEND:
                     sends[rank, transfer.peer, transfer.tag] = transfer.memory
                 else:
                     receives[transfer.peer, rank, transfer.tag] = transfer.memory
@@ -32,17 +32,17 @@ def run(gathers, rng):
             return
         source, sink, tag = key = rng.choice(ready)
         receives.pop(key)[:] = sends.pop(key)
-        gathers[sink].over(Completion(Completed.RECEIVED, source, tag))
-        gathers[source].over(Completion(Completed.SENT, sink, tag))
+        gathers[sink].over(Completion(RECEIVE, source, tag))
+        gathers[source].over(Completion(SEND, sink, tag))
 
 
 def refused(gather, peer, match):
     """The first piece of a peer's part, the last that was missing: the gather does not end without it."""
     for transfer in gather.transfers():
-        if isinstance(transfer, Send):
-            gather.over(Completion(Completed.SENT, transfer.peer, transfer.tag))
+        if transfer.kind == SEND:
+            gather.over(Completion(SEND, transfer.peer, transfer.tag))
     with pytest.raises(ProtocolError, match=match):
-        gather.over(Completion(Completed.RECEIVED, peer, _HEAD_TAG))
+        gather.over(Completion(RECEIVE, peer, _HEAD_TAG))
     assert not gather.is_done
     assert gather.transfers() == []
 
@@ -62,12 +62,12 @@ def test_every_rank_has_every_part_in_rank_order(sizes, rng):
 def test_who_is_waited_for_is_said():
     gather = Gather(1, 3, b"x")
     for transfer in gather.transfers():
-        if not isinstance(transfer, Send):
+        if transfer.kind != SEND:
             transfer.memory[:] = 0
     assert gather.awaited == [0, 2]
-    gather.over(Completion(Completed.RECEIVED, 0, _HEAD_TAG))
+    gather.over(Completion(RECEIVE, 0, _HEAD_TAG))
     assert gather.awaited == [2]
-    gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))
+    gather.over(Completion(RECEIVE, 2, _HEAD_TAG))
     assert gather.awaited == [0, 2], "their receipt of this rank's part"
     assert not gather.is_done
 
@@ -93,7 +93,7 @@ def test_as_much_as_may_be_is_gathered_and_one_byte_more_is_refused():
     gather, most = Gather(1, 2, b"x", 2), 3 * (MAX_SMALL_PAYLOAD + 8)
     assert len(msgpack.packb([bytes(MAX_SMALL_PAYLOAD)] * 3)) <= most
     gather._received[2][:8] = np.frombuffer(struct.pack("<q", most), np.uint8)
-    gather.over(Completion(Completed.RECEIVED, 2, _HEAD_TAG))
+    gather.over(Completion(RECEIVE, 2, _HEAD_TAG))
 
 
 def test_tags_of_a_gather_are_no_all_reduces():
@@ -126,7 +126,7 @@ def test_a_rank_waits_for_the_server_alone_and_the_server_for_who_is_missing():
     assert server.awaited == [0, 1]
     receive = server.transfers()[0]
     receive.memory[:] = 0
-    server.over(Completion(Completed.RECEIVED, 0, _HEAD_TAG))
+    server.over(Completion(RECEIVE, 0, _HEAD_TAG))
     assert server.awaited == [1]
     assert server.transfers() == []
 

@@ -21,11 +21,9 @@ from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, share
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange import wire
 from gradengine.exchange.links import sockets, threads
-from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.links.threads import thread_links
-
-SENT, RECEIVED = Completed.SENT, Completed.RECEIVED
 
 
 def lending_links(world_size):
@@ -71,7 +69,7 @@ def test_memory_arrives_whichever_side_begins(links, is_sent_first):
         begins = [partial(first.send, 1, 9, source), partial(second.receive, 0, 9, sink)]
         for begin in begins if is_sent_first else reversed(begins):
             begin()
-        assert until(2, first, second) == [[(SENT, 1, 9)], [(RECEIVED, 0, 9)]]
+        assert until(2, first, second) == [[(SEND, 1, 9)], [(RECEIVE, 0, 9)]]
         assert np.array_equal(source, sink)
         assert first.poll() == second.poll() == []
 
@@ -93,7 +91,7 @@ def test_one_tag_again_and_again_arrives_in_order_though_what_was_sent_is_overwr
             report += first.poll()
         source[:] = 7
         until(1, second, reports=[got])
-        assert (report, got) == ([(SENT, 1, 3)], [(RECEIVED, 0, 3)])
+        assert (report, got) == ([(SEND, 1, 3)], [(RECEIVE, 0, 3)])
         assert (sink == value).all()
 
 
@@ -133,7 +131,7 @@ def test_what_was_over_before_is_reported_first(links):
     reports = [first.poll()]
     until(1, second)
     second.close()
-    assert until(1, first, reports=reports) == [[(SENT, 1, 1)]]
+    assert until(1, first, reports=reports) == [[(SEND, 1, 1)]]
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         until(1, first)
 
@@ -151,7 +149,7 @@ def test_what_was_sent_arrives_though_the_sender_has_closed(links):
     first.close()
     with pytest.raises(PeerLost, match="rank 0 is gone"):
         until(3, second, reports=[received])
-    assert received == [(RECEIVED, 0, 0), (RECEIVED, 0, 1)]
+    assert received == [(RECEIVE, 0, 0), (RECEIVE, 0, 1)]
     assert all((sink == 7).all() for sink in sinks[:2])
 
 
@@ -228,20 +226,20 @@ def test_what_is_borrowed_is_the_senders_memory_until_it_is_released(borrowing):
     second.borrow(0, 3)
     assert second.borrowed(0, 3) is None
     first.send(1, 3, memory[5:9])
-    assert until(1, second) == [[(RECEIVED, 0, 3)]]
+    assert until(1, second) == [[(RECEIVE, 0, 3)]]
     memory[5] = 50
     assert second.borrowed(0, 3).tolist() == [50, 6, 7, 8]
     assert first.poll() == second.poll() == []
     second.release(0, 3)
     assert second.borrowed(0, 3) is None
-    assert until(1, first) == [[(SENT, 1, 3)]]
+    assert until(1, first) == [[(SEND, 1, 3)]]
     assert second.poll() == []
 
 
 def borrow(first, second, memory):
     first.send(1, 3, memory)
     second.borrow(0, 3)
-    assert until(1, second) == [[(RECEIVED, 0, 3)]]
+    assert until(1, second) == [[(RECEIVE, 0, 3)]]
 
 
 def test_who_has_borrowed_closes_and_the_lender_loses_it(borrowing):
@@ -287,7 +285,7 @@ def test_who_rests_is_woken_by_what_the_other_rank_does(links):
     while not reports:
         second.bell.wait()
         reports += second.poll()
-    assert reports == [(RECEIVED, 0, 1)]
+    assert reports == [(RECEIVE, 0, 1)]
     sender.join(60)
     threading.Thread(target=first.close).start()
     second.bell.wait()
@@ -328,7 +326,7 @@ def test_who_has_begun_what_is_over_at_once_or_never_does_not_rest(links):
     first, second = links(2)
     first.send(1, 2, np.ones(1))
     assert first.bell.wait()
-    assert first.poll() == [(SENT, 1, 2)]
+    assert first.poll() == [(SEND, 1, 2)]
     second.close()
     for begin in (first.send, first.receive):
         begin(1, 2, np.ones(1))
@@ -394,7 +392,7 @@ def test_a_connection_that_ends_in_a_message_is_a_lost_rank(stranger, sent):
     link.receive(1, 7, np.zeros(2))
     theirs.send(message(6, bytes(16)) + sent)
     theirs.shutdown(socket.SHUT_RDWR)
-    assert until(1, link) == [[(RECEIVED, 1, 6)]]
+    assert until(1, link) == [[(RECEIVE, 1, 6)]]
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         until(1, link)
     assert link.lost == 1
@@ -410,7 +408,7 @@ def test_damage_that_keeps_the_sum_of_the_words_is_seen(stranger, damaged):
     sent = np.random.default_rng(0).integers(0, 1 << 63, 64, np.uint64)
     link.receive(1, 7, np.zeros(64))
     theirs.send(message(7, sent.tobytes())[:20] + damaged(sent).tobytes())
-    assert until(1, link) == [[(Completed.DAMAGED, 1, 7)]]
+    assert until(1, link) == [[(DAMAGED, 1, 7)]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no affinity on this platform: it is not Linux")
@@ -469,7 +467,7 @@ def test_who_sends_what_nobody_receives_is_held_back_by_the_socket(stranger):
     assert sent < 1 << 28
     assert not link.bell.wait(0.01)
     link.send(1, 3, np.ones(1))
-    assert until(1, link) == [[(SENT, 1, 3)]]
+    assert until(1, link) == [[(SEND, 1, 3)]]
     assert theirs.recv(100) == message(3, np.ones(1).tobytes())
     link.receive(1, 8, memory)
     with pytest.raises(ProtocolError, match="another size with tag 8"):
@@ -488,7 +486,7 @@ def test_a_message_that_comes_before_it_is_received_waits_with_those_after_it(st
     link.receive(1, 5, sinks[5])
     assert link.bell.wait(60.0)
     for tag in sinks:  # one at a time, which is then still in the cache
-        assert link.poll() == [(RECEIVED, 1, tag)]
+        assert link.poll() == [(RECEIVE, 1, tag)]
     assert all((sink == tag).all() for tag, sink in sinks.items())
 
 
@@ -498,11 +496,11 @@ def test_memory_that_a_message_has_begun_to_fill_does_not_count_as_unwritten(str
     for tag in (5, 6, 7):
         link.receive(1, tag, np.zeros(2))
     theirs.send(message(5, bytes(16)) + message(6, bytes(16))[:-1])
-    assert until(1, link) == [[(RECEIVED, 1, 5)]]
+    assert until(1, link) == [[(RECEIVE, 1, 5)]]
     while not link._connections[1].receiving:
         assert link.poll() == []
     link.close()
-    assert link.unwritten == [(RECEIVED, 1, 7)]
+    assert link.unwritten == [(RECEIVE, 1, 7)]
 
 
 def test_who_closes_in_the_middle_of_a_message_does_not_say_farewell_in_it(stranger):
@@ -555,7 +553,7 @@ def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after
     closer, log = closing_amid(monkeypatch, link, "_read", link.close)
     link.receive(1, 7, np.zeros(2))
     theirs.send(message(7, b"\1" * 16))
-    assert link.poll() == [(RECEIVED, 1, 7)]
+    assert link.poll() == [(RECEIVE, 1, 7)]
     closer.join(60)
     assert log == ["called", "closed"]
 

@@ -12,7 +12,7 @@ from transports import SMALL, SOON, Worker, contributions, on_all, outcomes, ran
 from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links.collectives import CollectiveLink
-from gradengine.exchange.links.link import Completed, Completion
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import Pump
 from gradengine.exchange.shares import shares_of
@@ -88,10 +88,10 @@ def test_a_message_waits_until_it_is_received_and_needs_no_other_round_then():
             link.receive(0, 9, np.zeros(1))
         return link.poll()
 
-    assert on_all(work, [first, second]) == [[Completion(Completed.SENT, 1, 7)], []]
+    assert on_all(work, [first, second]) == [[Completion(SEND, 1, 7)], []]
     assert second.held() == {0: 7}
     second.receive(0, 7, memory)
-    assert second.poll() == [Completion(Completed.RECEIVED, 0, 7)]
+    assert second.poll() == [Completion(RECEIVE, 0, 7)]
     assert (memory.tolist(), second.held()) == ([1.0, 2.0], {})
 
 

@@ -34,14 +34,13 @@ from gradengine.errors import DeviceUnavailable, ExchangeError, PeerLost, Protoc
 from gradengine.exchange import wire
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links import shared_memory
-from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
-from gradengine.exchange.ordered_all_reduce import OrderedAllReduce, State
+from gradengine.exchange.ordered_all_reduce import RECEIVING, SUMMED, OrderedAllReduce
 from gradengine.kernels import CHUNK
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="no memfd on this platform")
-SENT, RECEIVED, DAMAGED = Completed.SENT, Completed.RECEIVED, Completed.DAMAGED
 LENT, RELEASED, FAREWELL = 1 << 22, 1 << 23, 1 << 21  # as they are on the wire
 
 
@@ -94,12 +93,12 @@ def test_what_lies_in_shared_memory_is_not_sent_but_lent(stranger):
     os.close(descriptor)
     assert link.poll() == []
     theirs.send(message(RELEASED | 7))
-    assert until(1, link) == [[(SENT, 1, 7)]]
+    assert until(1, link) == [[(SEND, 1, 7)]]
     link.send(1, 8, memory[:5])
     assert theirs.recvmsg(1000, 1000)[:2] == (lent(8, 0, 20), [])  # the descriptor goes once
     private = np.arange(4.0)
     link.send(1, 9, private)
-    assert until(1, link) == [[(SENT, 1, 9)]]
+    assert until(1, link) == [[(SEND, 1, 9)]]
     assert theirs.recv(1000) == message(9, private.tobytes())
 
 
@@ -137,7 +136,7 @@ def test_a_receive_is_not_over_before_the_sender_will_hear_of_it(stranger):
     theirs.settimeout(SOON)
     reader = threading.Thread(target=lambda: [*iter(lambda: theirs.recv(1 << 20)[-20:], message(RELEASED | 7))])
     reader.start()
-    assert until(2, link) == [[(SENT, 1, 1), (RECEIVED, 1, 7)]]
+    assert until(2, link) == [[(SEND, 1, 1), (RECEIVE, 1, 7)]]
     reader.join(SOON)
     assert not reader.is_alive()
 
@@ -152,7 +151,7 @@ def test_what_nobody_receives_is_held_however_it_came_before(stranger, ways):
             assert link.poll() == []
         assert not sink.any()
         link.receive(1, 7, sink)
-        assert until(1, link) == [[(RECEIVED, 1, 7)]]
+        assert until(1, link) == [[(RECEIVE, 1, 7)]]
         assert sink.all()
         sink[:] = 0
 
@@ -200,7 +199,7 @@ def test_a_message_that_cannot_be_is_refused_before_anything_is_written(stranger
     over = []
     with pytest.raises(ProtocolError, match=word):
         until(3, link, reports=[over])
-    assert over == ([(SENT, 1, 6)] if sent == message(RELEASED | 6) * 2 else [])
+    assert over == ([(SEND, 1, 6)] if sent == message(RELEASED | 6) * 2 else [])
     assert not sink.any()
 
 
@@ -227,7 +226,7 @@ def test_what_was_damaged_may_be_sent_again_with_the_same_tag(stranger, way):
     assert until(1, link) == [[(DAMAGED, 1, 7)]]
     link.receive(1, 7, sink)
     theirs.send(message(7, sink.tobytes()))
-    assert until(1, link) == [[(RECEIVED, 1, 7)]]
+    assert until(1, link) == [[(RECEIVE, 1, 7)]]
 
 
 # ---- descriptors ----
@@ -294,7 +293,7 @@ def test_a_descriptor_in_the_middle_of_a_message_is_dropped(stranger):
     sent, before = message(7, source.tobytes()), descriptors()
     theirs.send(sent[:20])
     show(theirs, shared_array(10), sent[20:])
-    assert until(1, link) == [[(RECEIVED, 1, 7)]]
+    assert until(1, link) == [[(RECEIVE, 1, 7)]]
     assert np.array_equal(sink, source)
     assert descriptors() == before
 
@@ -347,7 +346,7 @@ def test_what_a_rank_has_left_before_it_was_copied_does_not_count(pair, moment, 
     else:
         copy = np.copyto
         monkeypatch.setattr(shared_memory.np, "copyto", lambda *given: (ends(first, memory), copy(*given)))
-    assert until(1, second) == [[(RECEIVED, 0, 1)]]
+    assert until(1, second) == [[(RECEIVE, 0, 1)]]
     what = "its connection has ended" if is_holding else r"closed its link: this rank \(1\) was lost or late"
     for _ in range(2):
         with pytest.raises(PeerLost, match=what):
@@ -364,7 +363,7 @@ def test_what_a_rank_has_left_before_it_was_released_was_not_read(pair, is_holdi
         first.send(1, 1, np.ones(1))
         until(1, first)
     second.borrow(0, 0)
-    assert until(1, second) == [[(RECEIVED, 0, 0)]]
+    assert until(1, second) == [[(RECEIVE, 0, 0)]]
     while is_holding and not second.held():
         assert second.poll() == []
     ends(first, memory)
@@ -402,8 +401,8 @@ def test_no_rank_gets_a_sum_of_what_was_overwritten(monkeypatch):
     whole = rank_order_sum(parts)
     for share in taken._shares:
         state = taken._states[share.number]
-        expected = whole if state == State.SUMMED else parts[2]
-        if share.owner != 2 and state != State.RECEIVING:  # of which nothing is taken
+        expected = whole if state == SUMMED else parts[2]
+        if share.owner != 2 and state != RECEIVING:  # of which nothing is taken
             assert (workers[2].arena == expected)[share.start : share.stop].all()
     for exchange in exchanges:
         exchange.close()

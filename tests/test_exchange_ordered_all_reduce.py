@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transports import rank_order_sum
 
 from gradengine.errors import ProtocolError, WindowError
-from gradengine.exchange.links.link import Borrow, Completed, Completion, Receive, Release, Send
-from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce, State
+from gradengine.exchange.links.link import RECEIVE, RELEASE, SEND, Completion
+from gradengine.exchange.ordered_all_reduce import RECEIVING, SENT, SUMMED, OrderedAllReduce
 from gradengine.exchange.shares import shares_of
 from gradengine.kernels import CHUNK, HostKernels
 from gradengine.kernels.cuda_device import DeviceArena
@@ -109,33 +109,32 @@ class Group:
                 to, kind, number = transfer.peer, transfer.tag % 6 // 2, transfer.tag // 6
                 assert 0 <= transfer.tag < 1 << 21
                 assert transfer.tag % 2 == rank.step % 2
-                if rank.rank in self.rows and not isinstance(transfer, Release | Borrow) and kind != FACTS:
+                if rank.rank in self.rows and transfer.memory is not None and kind != FACTS:
                     self.refuse_used_rows(rank.rank, transfer)
-                if isinstance(transfer, Copy):
-                    assert to == rank.rank
-                    assert kind == (SUM if transfer.is_to_arena else PART)
-                    assert transfer.behind not in {span.key for span in self.unstarted[to]}
+                if to == rank.rank:
+                    assert kind == (SUM if transfer.kind == SEND else PART)
+                    assert rank.place_of_copy(transfer.tag)[1] not in {span.key for span in self.unstarted[to]}
                     self.copies.append(transfer)
-                elif isinstance(transfer, Send):
+                elif transfer.kind == SEND:
                     assert (rank.rank, to, transfer.tag) not in self.sends
                     self.sends[rank.rank, to, transfer.tag] = transfer.memory, transfer.memory.tobytes()
-                elif isinstance(transfer, Release):
+                elif transfer.kind == RELEASE:
                     self.take_back((to, rank.rank, transfer.tag))
                 else:
                     assert (to, rank.rank, transfer.tag) not in self.receives
-                    assert isinstance(transfer, Borrow) == (self.reads_in_place and kind == PART)
-                    place = self.receives[to, rank.rank, transfer.tag] = getattr(transfer, "memory", None)
-                    assert kind != SUM or rank._states[number] == State.RECEIVING
+                    assert (transfer.memory is None) == (self.reads_in_place and kind == PART)
+                    place = self.receives[to, rank.rank, transfer.tag] = transfer.memory
+                    assert kind != SUM or rank._states[number] == RECEIVING
                     if kind == PART and not self.reads_in_place:
                         self.buffers.setdefault(rank.rank, set()).add(place.ctypes.data)
 
     def refuse_used_rows(self, rank, transfer):
         """Whatever is written is used by nothing else meanwhile."""
-        is_read = isinstance(transfer, Send) or (isinstance(transfer, Copy) and transfer.is_to_arena)
+        is_read = transfer.kind == SEND
         read = [memory for key, (memory, _) in self.sends.items() if key[0] == rank and key not in self.is_acknowledged]
-        read += [copy.memory for copy in self.copies if copy.peer == rank and copy.is_to_arena]
+        read += [copy.memory for copy in self.copies if copy.peer == rank and copy.kind == SEND]
         written = [place for (_, sink, _), place in self.receives.items() if sink == rank and place is not None]
-        written += [copy.memory for copy in self.copies if copy.peer == rank and not copy.is_to_arena]
+        written += [copy.memory for copy in self.copies if copy.peer == rank and copy.kind != SEND]
         for other in written if is_read else read + written:
             assert not np.shares_memory(other, transfer.memory)
 
@@ -186,9 +185,10 @@ class Group:
 
     def make_copy(self, copy):
         self.copies = [other for other in self.copies if other is not copy]
-        place = self.arenas[copy.peer][copy.start : copy.start + copy.memory.size]
         rank = self.ranks[copy.peer]
-        if copy.is_to_arena:
+        start, _ = rank.place_of_copy(copy.tag)
+        place = self.arenas[copy.peer][start : start + copy.memory.size]
+        if copy.kind == SEND:
             place[:] = copy.memory
             rank.sent(copy.peer, copy.tag)
         else:
@@ -243,7 +243,7 @@ class Group:
             if place is not None and key in self.sends and self.random.random() < 0.5:
                 place[: len(place) // 2] = -7
             elif self.random.random() < 0.9:
-                unwritten[key[1]].append(Completion(Completed.RECEIVED, key[0], key[2]))
+                unwritten[key[1]].append(Completion(RECEIVE, key[0], key[2]))
         for copy in [*self.copies]:  # those that were begun end
             self.make_copy(copy)
         for rank, receives in zip(self.ranks, unwritten, strict=True):
@@ -251,7 +251,7 @@ class Group:
         parts, ranks = self.steps[self.ranks[0].step], self.ranks[: len(self.arenas)]
         for arena, part, rank in zip(self.arenas, parts, ranks, strict=True):
             assert rank.holds_sums or arena.tobytes() == part.tobytes()
-            may_hold = {State.SUMMED} if rank.rank in self.rows else {State.SUMMED, State.RECEIVING}
+            may_hold = {SUMMED} if rank.rank in self.rows else {SUMMED, RECEIVING}
             assert not rank.holds_sums or may_hold & {*rank._states}
         if any(rank.holds_sums for rank in ranks):
             self.discards += 1
@@ -284,7 +284,7 @@ class Group:
 
     def states(self, rank):
         """Of the shares of SMALL, on one rank."""
-        return [*map(State, self.ranks[rank]._states)]
+        return [*self.ranks[rank]._states]
 
     def check(self, number):
         """One rank has the sums of its step, and their facts."""
@@ -297,8 +297,8 @@ class Group:
         found = [
             (index.min(), rank) for rank, part in enumerate(parts) if (index := np.flatnonzero(~np.isfinite(part))).size
         ]
-        assert [(bad.index, bad.rank) for bad in rank.bad] == found
-        assert [repr(bad.value) for bad in rank.bad] == [repr(float(parts[rank, index])) for index, rank in found]
+        assert [(index, rank) for rank, index, _ in rank.bad] == found
+        assert [repr(value) for _, _, value in rank.bad] == [repr(float(parts[rank, index])) for index, rank in found]
 
 
 MANY_SPANS = GradientLayout.of({f"layers.{n}.w": (40, 1 + n % 3) for n in range(14)})
@@ -384,7 +384,7 @@ def stuck(world_size, stalled, owners=lambda _: 0):
 def test_done_is_only_who_may_overwrite_the_arena():
     group = stuck(2, {(0, 1)})
     first = group.ranks[0]
-    assert {*group.states(0)} == {State.SUMMED}
+    assert {*group.states(0)} == {SUMMED}
     assert np.isfinite(first.squares).all()
     assert not first.is_done
     with pytest.raises(WindowError, match="step 0 is not summed on all ranks"):
@@ -423,12 +423,12 @@ def test_shares_whose_sum_has_not_begun_to_arrive_hold_parts_when_the_links_end(
     assert not small_group(2, owners=lambda _: 2, on_devices=[0]).settle({(2, 0)}).ranks[0].holds_sums
     group = stuck(2, {(2, 0)}, owners=lambda _: 2)
     rank = group.ranks[0]
-    assert group.states(0) == [State.RECEIVING] * 4
+    assert group.states(0) == [RECEIVING] * 4
     assert rank.holds_sums
     for unwritten, is_left in (((0, 2, 3), True), ((1,), False)):
-        others = [Completion(Completed.RECEIVED, 2, (1 << 21) - 2)]
-        rank.end([*others, *(Completion(Completed.RECEIVED, 2, tag(SUM, number)) for number in unwritten)])
-        assert group.states(0) == [State.SENT, State.RECEIVING if is_left else State.SENT, State.SENT, State.SENT]
+        others = [Completion(RECEIVE, 2, (1 << 21) - 2)]
+        rank.end([*others, *(Completion(RECEIVE, 2, tag(SUM, number)) for number in unwritten)])
+        assert group.states(0) == [SENT, RECEIVING if is_left else SENT, SENT, SENT]
         assert rank.holds_sums is is_left
     group.settle(())
     assert rank.holds_sums
@@ -443,19 +443,20 @@ def test_all_parts_are_on_their_way_where_they_are_read_in_place_and_few_where_n
     all_reduce = OrderedAllReduce(rank, 2, TWELVE, shares, arena, KERNELS, in_flight=512, reads_in_place=reads_in_place)
     all_reduce.start(*TWELVE.spans)
     parts = [transfer for transfer in all_reduce.transfers() if transfer.tag % 6 // 2 == PART]
-    assert [*map(type, parts)] == [Send if rank == 0 else Borrow if reads_in_place else Receive] * count
+    expected = SEND if rank == 0 else RECEIVE, rank == 1 and reads_in_place
+    assert [(part.kind, part.memory is None) for part in parts] == [expected] * count
 
 
 def test_a_sum_is_nowhere_else_before_its_owners_device_has_it():
     group = small_group(3, owners=lambda _: 0, on_devices=[0])
     group.early = set()
-    while not (first := [copy for copy in group.copies if copy.is_to_arena][:1]):
+    while not (first := [copy for copy in group.copies if copy.kind == SEND][:1]):
         assert group.turn()
         group.collect()
     number = first[0].tag // 6
-    for state, receivers in ((State.SENT, set()), (State.SUMMED, {1, 2})):
+    for state, receivers in ((SENT, set()), (SUMMED, {1, 2})):
         assert {key[1] for key in group.sends if key[0] == 0 and key[2] == tag(SUM, number)} == receivers
-        assert group.states(0)[number] is state
+        assert group.states(0)[number] == state
         if not receivers:
             group.make_copy(first[0])
             group.collect()
@@ -466,7 +467,7 @@ def test_who_has_lent_a_part_receives_no_sum_in_its_place_before_all_parts_were_
     group = small_group(3, owners=lambda _: 0, reads_in_place=True)
     group.settle({(2, 0)}, early=group.early)
     assert group.lent == {(1, 0, tag(PART, number)) for number in range(4)} <= {*group.sends}
-    assert group.states(1) == [State.SENT] * 4
+    assert group.states(1) == [SENT] * 4
     group.run()
 
 

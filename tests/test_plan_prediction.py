@@ -176,9 +176,9 @@ def test_rows_are_the_most_that_an_exchange_makes(name, workers):
     layout, kernels, arenas = model.layout(), HostKernels(threads=1), [Rows() for _ in range(workers)]
     shares = shares_of(layout, workers, workers * DEFAULT_SHARE_BYTES)
     for rank, arena in enumerate(arenas):
-        received = OrderedAllReduce(rank, workers, layout, shares, arena, kernels)._open.values()
+        received = OrderedAllReduce(rank, workers, layout, shares, arena, kernels)._room.values()
         scratch = 4 * max(share.size for share in shares if share.owner == rank)
-        assert most["host_rows"] / 2 < scratch + sum(each.memory.nbytes for each in received) <= most["host_rows"]
+        assert most["host_rows"] / 2 < scratch + sum(each.nbytes for each in received) <= most["host_rows"]
     assert most["pinned_rows"] / 2 <= max(arena.nbytes for arena in arenas) <= most["pinned_rows"]
 
 

@@ -19,7 +19,7 @@ from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_dif
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import GRACE_SECONDS, Meeting
-from gradengine.exchange.ordered_all_reduce import Float32, NonFiniteValue, OrderedAllReduce, refuse_bad_arena
+from gradengine.exchange.ordered_all_reduce import Find, Float32, OrderedAllReduce, refuse_bad_arena
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.torch_group import DeviceCalls
@@ -45,7 +45,7 @@ class Sums(NamedTuple):
     """
 
     squares: Float64
-    bad: list[NonFiniteValue]
+    bad: list[Find]
     total: float
     waited: float
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradengine.arguments import refuse_other_kind, said
 from gradengine.errors import CallerError, ExchangeError, ProtocolError
-from gradengine.exchange.links.link import Completed, Completion, Memory, Receive, Send, Transfer
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Memory, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, unpacked
 
 _HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
@@ -48,7 +48,7 @@ class Gather:
         self._most = self._count * (MAX_SMALL_PAYLOAD + _BIN_HEAD) if is_by_hub else MAX_SMALL_PAYLOAD
         for other in self._others:
             self._received[other] = np.empty(_LENGTH + _ROOM, np.uint8)
-            self._begin(Receive(other, _HEAD_TAG, self._received[other]))
+            self._begin(RECEIVE, other, _HEAD_TAG, self._received[other])
         if rank != hub:
             self._send(data)
 
@@ -65,7 +65,7 @@ class Gather:
     @property
     def awaited(self) -> list[int]:
         """The ranks whose part is missing, or that have not taken this rank's own."""
-        receives = {peer for kind, peer, _ in self._open if kind is Completed.RECEIVED}
+        receives = {peer for kind, peer, _ in self._open if kind == RECEIVE}
         return sorted(receives or {peer for _, peer, _ in self._open})
 
     def transfers(self) -> list[Transfer]:
@@ -76,7 +76,7 @@ class Gather:
     def over(self, completion: Completion) -> None:
         """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 1 MiB."""
         kind, peer, tag = completion
-        if kind is Completed.RECEIVED:
+        if kind == RECEIVE:
             self._read(peer, tag)
         self._open.remove(completion)  # last: a gather of which a part was refused is never done
 
@@ -90,7 +90,7 @@ class Gather:
             raise ProtocolError(f"{who} announces too much to gather", got=got, expected=most)
         if tag == _HEAD_TAG and length > _ROOM:
             self._received[peer] = np.concatenate([received, np.empty(length - _ROOM, np.uint8)])
-            self._begin(Receive(peer, _REST_TAG, self._received[peer][received.size :]))
+            self._begin(RECEIVE, peer, _REST_TAG, self._received[peer][received.size :])
         else:
             self._take(peer, received[_LENGTH:][:length].tobytes())
 
@@ -99,9 +99,9 @@ class Gather:
         message[:_LENGTH].view("<i8")[0] = len(data)
         message[_LENGTH:][: len(data)] = np.frombuffer(data, np.uint8)
         for other in self._others:
-            self._begin(Send(other, _HEAD_TAG, message[: _LENGTH + _ROOM]))
+            self._begin(SEND, other, _HEAD_TAG, message[: _LENGTH + _ROOM])
             if len(data) > _ROOM:
-                self._begin(Send(other, _REST_TAG, message[_LENGTH + _ROOM :]))
+                self._begin(SEND, other, _REST_TAG, message[_LENGTH + _ROOM :])
 
     def _take(self, peer: int, data: bytes) -> None:
         """Take the part that a rank has sent, or all parts from the server."""
@@ -116,10 +116,9 @@ class Gather:
         if self._rank == self._hub and len(self._parts) == self._count:
             self._send(msgpack.packb(self.parts))
 
-    def _begin(self, transfer: Transfer) -> None:
-        kind = Completed.SENT if isinstance(transfer, Send) else Completed.RECEIVED
-        self._open.add(Completion(kind, transfer.peer, transfer.tag))
-        self._outbox.append(transfer)
+    def _begin(self, kind: str, peer: int, tag: int, memory: Memory) -> None:
+        self._open.add(Completion(kind, peer, tag))
+        self._outbox.append(Transfer(kind, peer, tag, memory))
 
 
 def is_of_gather(tag: int) -> bool:

@@ -21,16 +21,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arguments import refuse_other_kind
 from gradengine.errors import CallerError, ProtocolError, WindowError
-from gradengine.exchange.links.link import Borrow, Completion, Memory, Receive, Release, Send, Transfer
+from gradengine.exchange.links.link import RECEIVE, RELEASE, SEND, Completion, Transfer
 from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
 from gradengine.kernels.cuda_device import DeviceArena
@@ -42,51 +40,11 @@ Float32: TypeAlias = npt.NDArray[np.float32]
 IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
 _NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element if it has none
 _PART, _SUM, _FACTS = range(3)  # the content of a message
-
-
-@dataclass(frozen=True)
-class NonFiniteValue:
-    """A NaN or Inf in one rank's contribution, at an index of the arena."""
-
-    rank: int
-    index: int
-    value: float
-
-
-class Copy(NamedTuple):
-    """Memory to be filled from the device's arena, or to be copied there: a `Receive` or `Send` of the rank itself."""
-
-    peer: int  # the rank itself
-    tag: int
-    memory: Memory
-    start: int  # of the share, in the arena
-    is_to_arena: bool
-    behind: int | str  # key of the span whose start completed the share: the copy waits for work queued before that
-
-
-class Awaited(NamedTuple):
-    """The transfer that a rank has waited for longest."""
-
-    peer: int
-    what: str  # its name for errors
-    is_part: bool  # whether it depends on that rank alone
-
-
-class State(IntEnum):
-    """The content of a share in a rank's arena."""
-
-    LOCAL = 0  # this rank's part
-    SENT = 1  # this rank's part, which is being sent to the owner; at the owner: which counts in the sum
-    RECEIVING = 2  # this rank's part, perhaps overwritten in part by the sum; never at the owner
-    SUMMED = 3  # the sum over all ranks
-
-
-class _Incoming(NamedTuple):
-    """The other ranks' parts of a share."""
-
-    memory: Float32  # a row for each that is copied
-    parts: dict[int, Float32]  # by rank: its row, or what is borrowed
-    missing: set[int]  # the ranks whose part is not here
+# The content of a share in a rank's arena. LOCAL: this rank's part. SENT: the same, while it is sent to the owner; at
+# the owner, a part that counts in the sum. RECEIVING: the same, perhaps overwritten in part by the sum; never at the
+# owner. SUMMED: the sum over all ranks.
+LOCAL, SENT, RECEIVING, SUMMED = range(4)
+Find: TypeAlias = tuple[int, int, float]  # a rank, and the arena's index and the value of a NaN or Inf in its part
 
 
 @final
@@ -155,8 +113,8 @@ class OrderedAllReduce:
         mine = [share for share in shares if share.owner == rank]
         self._make_places_of_sums(mine)
         self._make_room(mine, arena, in_flight)
-        self._outbox: list[Transfer | Copy] = []
-        self._behind: dict[int, int | str] = {}  # by share: see `Copy`
+        self._outbox: list[Transfer] = []
+        self._behind: dict[int, int | str] = {}  # by share: see `place_of_copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self.started = self._ready.started
@@ -192,19 +150,21 @@ class OrderedAllReduce:
         # Parts that are read in place need no memory, and all may be in flight.
         received, parts = (len(mine), 0) if self.reads_in_place else (min(received, len(mine)), len(self._others))
         self._free = [np.empty((parts, largest_own), np.float32) for _ in range(received)]
-        self._open: dict[int, _Incoming] = {}  # this rank's shares that are received now
+        # Of this rank's shares that are received now: the memory for parts, and by rank the parts that are here.
+        self._room: dict[int, Float32] = {}
+        self._parts: dict[int, dict[int, Float32]] = {}
 
     @property
     def is_done(self) -> bool:
         """Whether all sums and facts were received and all sends are over: then the arena may be overwritten."""
-        is_summed = self._states.count(State.SUMMED) == len(self._shares)
+        is_summed = self._states.count(SUMMED) == len(self._shares)
         return is_summed and not (self._sends or self._receives)
 
     @property
     def holds_sums(self) -> bool:
         """Whether the arena may hold sums, or pieces of them, in place of this rank's own contributions."""
         # A device's share is received beside its arena, and copied there in one go.
-        least = State.SUMMED if self._is_copied else State.RECEIVING
+        least = SUMMED if self._is_copied else RECEIVING
         return any(state >= least for state in self._states)
 
     @property
@@ -216,33 +176,34 @@ class OrderedAllReduce:
         return squares
 
     @property
-    def bad(self) -> list[NonFiniteValue]:
+    def bad(self) -> list[Find]:
         """Once the step `is_done`: the first NaN or Inf of each rank's own part, by rank, the same on all ranks."""
         finds = np.array([*self._finds.values()]).reshape(-1, self.world_size, 2)
         found = []
         for rank in np.flatnonzero((finds[:, :, 0] >= 0).any(axis=0)).tolist():
             index, value = min([(index, value) for index, value in finds[:, rank].tolist() if index >= 0])
-            found.append(NonFiniteValue(rank, int(index), value))
+            found.append((rank, int(index), value))
         return found
 
     @property
-    def awaited(self) -> Awaited | None:
+    def awaited(self) -> tuple[int, str, bool] | None:
         """What this rank has waited for longest; None if it has to start a span first.
 
-        A missing part is named first, since it depends on nothing else; then sums, facts, and receipts of what was
-        sent. A server waits for a share's parts as soon as it has one of them.
+        That is a rank, the name of what it sends or takes, and whether it depends on that rank alone. A missing part is
+        named first, since it depends on nothing else; then sums, facts, and receipts of what was sent. A server waits
+        for a share's parts as soon as it has one of them.
         """
         if self._ready.count < len(self._shares):
             return None
-        # No share of a rank is untouched: its own part is never missing.
-        untouched = [n for n, each in self._open.items() if len(each.missing) == self.world_size]
+        is_server = self.rank == self.world_size
+        untouched = [number for number, parts in self._parts.items() if is_server and not parts]
         missing = {(peer, tag) for peer, tag in self._receives if tag // 6 not in untouched}
         # A part may be lent until it is summed: what is missing then is the sum.
         missing |= {(peer, self._tag(_SUM, tag // 6)) for peer, tag in self._sends if tag % 6 // 2 == _PART}
         for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
                 peer, tag = min(transfers, key=lambda each: (each[1] % 6, each[1] // 6, each[0]))
-                return Awaited(peer, words + self.described(tag), tag % 6 // 2 == _PART)
+                return peer, words + self.described(tag), tag % 6 // 2 == _PART
         return None
 
     def described(self, tag: int) -> str:
@@ -252,14 +213,25 @@ class OrderedAllReduce:
             return f"the facts of {self._named(number)}"
         return f"the {'part' if kind == _PART else 'sum'} of share {number}"
 
-    def transfers(self) -> list[Transfer | Copy]:
-        """The transfers to make now; each is returned once. Those with one rank are in the order of the shares."""
+    def place_of_copy(self, tag: int) -> tuple[int, int | str]:
+        """Where a share that is copied begins in the device's arena, and the key of the span that completed it.
+
+        The copy waits for work that was queued before that span was started.
+        """
+        _, number = _meaning(tag)
+        return self._shares[number].start, self._behind[number]
+
+    def transfers(self) -> list[Transfer]:
+        """The transfers to make now; each is returned once. Those with one rank are in the order of the shares.
+
+        Those of a rank with itself are copies: memory is filled from the device's arena, or sent there.
+        """
         for waiting, free in zip(self._waiting, self._free_rows, strict=True):
             while waiting and free:
                 share = waiting.popleft()
                 self._rows[share.number] = free.pop()
                 if self._is_copied:
-                    self._copy(share, is_to_arena=False)
+                    self._receive(self.rank, _PART, share.number, self._memory(share))
                 else:
                     self._go_on(share)
         given, self._outbox = self._outbox, []
@@ -280,13 +252,13 @@ class OrderedAllReduce:
                 self._waiting[share.owner == self.rank].append(share)
 
     def sent(self, peer: int, tag: int) -> None:
-        """Report that a `Send` is over; raises `ProtocolError` if it was not asked for, or was over already."""
+        """Report that a send is over; raises `ProtocolError` if it was not asked for, or was over already."""
         if (peer, tag) not in self._sends:
             raise ProtocolError(f"sent to {self._named(peer)} out of turn", got=self.described(tag))
         self._sends.remove((peer, tag))
         kind, number = _meaning(tag)
         if kind == _PART:
-            self._states[number] = State.RECEIVING
+            self._states[number] = RECEIVING
             self._receive(peer, _SUM, number, self._memory(self._shares[number]))
         elif kind == _SUM and peer == self.rank:
             self._is_summed(self._shares[number])
@@ -294,7 +266,7 @@ class OrderedAllReduce:
             self._release(self._shares[number])
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
-        """Report that a `Receive` has filled its memory, or the memory that a `Borrow` has borrowed.
+        """Report that what was to be received fills its memory, or is borrowed there.
 
         Raises:
             ProtocolError: The transfer was not asked for, or was over already; or a part has another size, or facts
@@ -303,23 +275,21 @@ class OrderedAllReduce:
         if (peer, tag) not in self._receives:
             raise ProtocolError(f"received from {self._named(peer)} out of turn", got=self.described(tag))
         kind, number = _meaning(tag)
-        if borrowed is not None:
-            if borrowed.size != self._shares[number].size:
-                what = f"{self._named(peer)} lends another size as {self.described(tag)}"
-                raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
-            self._open[number].parts[peer] = borrowed
+        if borrowed is not None and borrowed.size != self._shares[number].size:
+            what = f"{self._named(peer)} lends another size as {self.described(tag)}"
+            raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
         if kind == _FACTS:
             indices = self._finds[peer][:, 0]
             if not ((indices >= -1) & (indices < self._size)).all():  # written so that NaN is none
                 what = f"{self._named(peer)} reports a NaN or Inf outside of the arena"
                 raise ProtocolError(what, got=indices.tolist())
-        self._receives.remove((peer, tag))
+        memory = self._receives.pop((peer, tag))
         if kind == _SUM:
             self._land(self._shares[number])
         elif kind == _PART and peer == self.rank:
             self._go_on(self._shares[number])
         elif kind == _PART:
-            self._open[number].missing.remove(peer)
+            self._parts[number][peer] = memory if borrowed is None else borrowed
             self._sum_if_complete(self._shares[number])
 
     def next_step(self) -> None:
@@ -336,7 +306,7 @@ class OrderedAllReduce:
         """Report that the links have ended, and which receives had written nothing: these shares still hold parts."""
         for _, peer, tag in unwritten:
             if (peer, tag) in self._receives and tag % 6 // 2 == _SUM:
-                self._states[tag // 6] = State.SENT
+                self._states[tag // 6] = SENT
 
     def drop(self) -> None:
         """Forget what this rank holds of the step, which it drops; the links have ended."""
@@ -350,7 +320,7 @@ class OrderedAllReduce:
         self._states[:] = bytes(len(self._states))
         self._outbox = []
         self._sends: set[tuple[int, int]] = set()  # that are not over
-        self._receives: set[tuple[int, int]] = set()
+        self._receives: dict[tuple[int, int], Any] = {}  # their memory
         self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # for a row: shares of others, own ones
         self._unsummed = len(self._sums)
         self._unopened = deque([self._shares[number] for number in self._sums])
@@ -365,14 +335,14 @@ class OrderedAllReduce:
         """Receive the other ranks' parts of as many shares as there is room for."""
         while self._unopened and self._free:
             share, memory = self._unopened.popleft(), self._free.pop()
-            parts = {other: row[: share.size] for other, row in zip(self._others, memory, strict=False)}
-            self._open[share.number] = _Incoming(memory, parts, set(self._others))
-            for other in self._others:
-                self._receive(other, _PART, share.number, parts.get(other))
+            self._room[share.number], self._parts[share.number] = memory, {}
+            for row, other in enumerate(self._others):
+                place = None if self.reads_in_place else memory[row, : share.size]
+                self._receive(other, _PART, share.number, place)
 
     def _go_on(self, share: Share) -> None:
         """Send or sum a share whose memory now holds this rank's part."""
-        self._states[share.number] = State.SENT
+        self._states[share.number] = SENT
         if share.owner == self.rank:
             self._sum_if_complete(share)
         else:
@@ -381,13 +351,13 @@ class OrderedAllReduce:
     def _land(self, share: Share) -> None:
         """Copy a share's sum from its memory to the arena, if they are not the same."""
         if self._is_copied:
-            self._copy(share, is_to_arena=True)
+            self._send(self.rank, _SUM, share.number, self._memory(share))
         else:
             self._is_summed(share)
 
     def _is_summed(self, share: Share) -> None:
         """Note that the sum is in the arena; its owner sends it now, and not earlier, when it could still be lost."""
-        self._states[share.number] = State.SUMMED
+        self._states[share.number] = SUMMED
         if share.owner != self.rank:
             self._release(share)
             return
@@ -403,15 +373,16 @@ class OrderedAllReduce:
         self._free_rows[share.owner == self.rank].append(self._rows.pop(share.number))
 
     def _sum_if_complete(self, share: Share) -> None:
-        incoming = self._open.get(share.number)
-        if incoming is None or incoming.missing or self._states[share.number] != State.SENT:
+        parts = self._parts.get(share.number)
+        if parts is None or len(parts) < len(self._others) or self._states[share.number] != SENT:
             return
-        parts = incoming.parts | {self.rank: self._memory(share)}
+        parts = parts | {self.rank: self._memory(share)}
         self._sum(share, [parts[rank] for rank in range(self.world_size)])
         if self.reads_in_place:
             tag = self._tag(_PART, share.number)
-            self._outbox += [Release(other, tag) for other in self._others]
-        self._free.append(self._open.pop(share.number).memory)
+            self._outbox += [Transfer(RELEASE, other, tag) for other in self._others]
+        del self._parts[share.number]
+        self._free.append(self._room.pop(share.number))
         self._land(share)
         self._open_shares()
 
@@ -449,18 +420,12 @@ class OrderedAllReduce:
     def _send(self, peer: int, kind: int, number: int, memory: Float32 | Float64) -> None:
         tag = self._tag(kind, number)
         self._sends.add((peer, tag))
-        self._outbox.append(Send(peer, tag, memory))
+        self._outbox.append(Transfer(SEND, peer, tag, memory))
 
     def _receive(self, peer: int, kind: int, number: int, memory: Float32 | Float64 | None) -> None:
         tag = self._tag(kind, number)
-        self._receives.add((peer, tag))
-        self._outbox.append(Borrow(peer, tag) if memory is None else Receive(peer, tag, memory))
-
-    def _copy(self, share: Share, *, is_to_arena: bool) -> None:
-        tag = self._tag(_SUM if is_to_arena else _PART, share.number)
-        (self._sends if is_to_arena else self._receives).add((self.rank, tag))
-        behind = self._behind[share.number]
-        self._outbox.append(Copy(self.rank, tag, self._memory(share), share.start, is_to_arena, behind))
+        self._receives[peer, tag] = memory
+        self._outbox.append(Transfer(RECEIVE, peer, tag, memory))
 
     def _tag(self, kind: int, number: int) -> int:
         # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another. It is that

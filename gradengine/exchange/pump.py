@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
-from gradengine.exchange.links.link import Borrow, Completed, Completion, Link, Receive, Send, Transfer
-from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
+from gradengine.exchange.links.link import DAMAGED, RELEASE, SEND, Completion, Link, Transfer
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.threads import Bell
 
@@ -125,7 +125,7 @@ class Pump:
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
         self._failure: BaseException | None = None  # what has ended this pump, its closing too
-        self.moved_at, self._moved_bytes, self._queued = clock(), 0, 0
+        self.moved_at, self._moved_bytes = clock(), 0
         self._active_at = time.monotonic()  # when a transfer was over: more may follow soon
         self._turner = 0  # the number of the thread that moves all this now; 0 while none does, -1 while one starts
 
@@ -273,13 +273,13 @@ class Pump:
     def _report(self, completion: Completion) -> None:
         kind, peer, tag = completion
         try:
-            if kind is Completed.DAMAGED:
+            if kind == DAMAGED:
                 what = "a gather" if is_of_gather(tag) else f"{self._sums.described(tag)} in step {self._sums.step}"
                 raise self._link.damaged(peer, what)
             if is_of_gather(tag):
                 assert self._gather is not None  # noqa: S101  (its transfers are begun by it alone)
                 self._gather.over(completion)
-            elif kind is Completed.SENT:
+            elif kind == SEND:
                 self._sums.sent(peer, tag)
             else:
                 self._sums.received(peer, tag, self._link.borrowed(peer, tag))
@@ -291,7 +291,7 @@ class Pump:
         """Begin the transfers that are to be made now; returns whether there were any."""
         with self.lock:
             gather, sums = self._gather, self._all_reduce
-            transfers: list[Transfer | Copy] = [] if gather is None else [*gather.transfers()]
+            transfers = [] if gather is None else gather.transfers()
             # Nothing of a step that has not begun: a rank that leaves then would be missed by one still in a gather.
             # But if another rank has begun it, its gather waits after its parts.
             if sums is not None and (sums.started or not all(map(is_of_gather, self._link.held().values()))):
@@ -302,23 +302,20 @@ class Pump:
         self._make(transfers)
         return bool(transfers)
 
-    def _make(self, transfers: Iterable[Transfer | Copy]) -> None:
-        for transfer in transfers:
-            if isinstance(transfer, Send):
-                self._link.send(*transfer)
-            elif isinstance(transfer, Receive):
-                self._link.receive(*transfer)
-            elif isinstance(transfer, Borrow):
-                self._link.borrow(*transfer)
-            elif isinstance(transfer, Copy):
-                self._copy(transfer)
+    def _make(self, transfers: Iterable[Transfer]) -> None:
+        for kind, peer, tag, memory in transfers:
+            if self._arena is not None and peer == self._link.rank:
+                start, behind = self._sums.place_of_copy(tag)
+                over = Completion(kind, peer, tag)
+                self._arena.copy(over, memory, start, is_to_arena=kind == SEND, behind=behind)
+            elif kind == SEND:
+                self._link.send(peer, tag, memory)
+            elif kind == RELEASE:
+                self._link.release(peer, tag)
+            elif memory is None:
+                self._link.borrow(peer, tag)
             else:
-                self._link.release(*transfer)
-
-    def _copy(self, copy: Copy) -> None:
-        assert self._arena is not None, "run() names it"  # noqa: S101
-        over = Completion(Completed.SENT if copy.is_to_arena else Completed.RECEIVED, copy.peer, copy.tag)
-        self._arena.copy(over, copy.memory, copy.start, is_to_arena=copy.is_to_arena, behind=copy.behind)
+                self._link.receive(peer, tag, memory)
 
     def _end(self) -> None:
         """Close the link, and report to the all-reduce what its arena holds then.
@@ -360,7 +357,7 @@ class Pump:
                 self.refuse_failed()
                 waited = patience.waited(self.moved_at)
                 if waited > _PAUSE_SECONDS:
-                    self._look_closer(work)
+                    self._refuse_another_call(work)
                     patience.look(waited, self._link, late)
                 was_late = is_late
                 # A link with a time limit fails first: nobody can see here which rank does not poll.
@@ -371,16 +368,15 @@ class Pump:
             # Before it gives up it sees what has come meanwhile.
             self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
 
-    def _look_closer(self, work: OrderedAllReduce | Gather) -> None:
-        """Count bytes that leave the system's buffers as progress; raise if what is missing cannot come any more."""
-        if (queued := self._link.queued_bytes()) != self._queued:
-            self.moved_at, self._queued = self._clock(), queued
+    def _refuse_another_call(self, work: OrderedAllReduce | Gather) -> None:
+        """Raise an error if what is missing cannot come any more."""
         late = work.awaited if isinstance(work, OrderedAllReduce) else None
         # What a rank had sent before its gather has been received.
-        if late is not None and is_of_gather(self._link.held().get(late.peer, 0)):
-            what = f"{self._link.named(late.peer)} is in another call than rank {self._link.rank}: it tells something"
-            expected = f"{late.what} in step {self._sums.step}"
-            self._link.lost = late.peer
+        if late is not None and is_of_gather(self._link.held().get(late[0], 0)):
+            peer, missing, _ = late
+            what = f"{self._link.named(peer)} is in another call than rank {self._link.rank}: it tells something"
+            expected = f"{missing} in step {self._sums.step}"
+            self._link.lost = peer
             raise ExchangeError(what, expected=expected, do="make the same calls in the same order on all ranks")
 
     def _too_late(self, late: Late, seconds: float) -> DeadlineExceeded:
@@ -401,8 +397,9 @@ class Pump:
         rank, late, where = self._link.rank, self._sums.awaited, f"step {self._sums.step}"
         if late is None:
             return Late([rank], where, f"rank {rank} waits for {where} and has not started all of its spans")
-        error = f"{self._link.named(late.peer)} is late: rank {rank} waits for {late.what} in {where}"
-        return Late([late.peer], where, error, int(not late.is_part))
+        peer, what, is_part = late
+        error = f"{self._link.named(peer)} is late: rank {rank} waits for {what} in {where}"
+        return Late([peer], where, error, int(not is_part))
 
     def _late_for(self, gather: Gather, what: str) -> Late:
         late, sums = gather.awaited, self._all_reduce

@@ -17,10 +17,10 @@ from gradengine.exchange.addresses import RETRY_SECONDS, Address, Listener, url_
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.handshake import refuse_bad_job
 from gradengine.exchange.hello import Hello, hellos_of, layout_of, packed_hello, refuse_differing, refuse_large
-from gradengine.exchange.links.link import Completion, Transfer
+from gradengine.exchange.links.link import Completion
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.ordered_all_reduce import Copy, OrderedAllReduce
+from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late, Patience, Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.tls import certificates_of
@@ -248,7 +248,7 @@ class Hub(Pump):
         held = [is_of_gather(tag) for tag in self.ranks.held().values()]
         self._is_gathering = self._is_gathering or True in held
         self._is_in_step = self._is_in_step or (False in held and self._all_reduce is not None)
-        transfers: list[Transfer | Copy] = [*self._gathered.transfers()] if self._is_gathering else []
+        transfers = self._gathered.transfers() if self._is_gathering else []
         if self._is_in_step:
             transfers += self._sums.transfers()
         if transfers:
@@ -294,7 +294,7 @@ class Hub(Pump):
     def _late(self) -> Late | None:
         """Whom others wait for; None if nobody waits."""
         if self._is_in_step and (late := self._sums.awaited) is not None:
-            ranks, what = [late.peer], f"{late.what} in step {self.step}"
+            ranks, what = [late[0]], f"{late[1]} in step {self.step}"
         elif self._is_gathering:
             ranks, what = self._gathered.awaited, "a gather (end of step or barrier)"
         else:

@@ -311,10 +311,10 @@ class Reducer:
             self.on_device = None
 
     def _first_found(self, suspects: Sequence[int]) -> Finding | None:
-        for bad in () if self.sums is None else self.sums.bad:
+        for rank, index, value in () if self.sums is None else self.sums.bad:
             for position, slot in enumerate(self._layout.slots):
-                if slot.offset <= bad.index < slot.stop:  # else it is in padding, which is no gradient
-                    return position, bad.index - slot.offset, bad.value, bad.rank
+                if slot.offset <= index < slot.stop:  # else it is in padding, which is no gradient
+                    return position, index - slot.offset, value, rank
         for position in suspects:
             with self.accumulator.arena.in_order():
                 found = self._kernels.first_non_finite(self.accumulator.arena.targets[position])

@@ -14,7 +14,7 @@ from gradengine.exchange import addresses as addresses_module
 from gradengine.exchange import mesh
 from gradengine.exchange.handshake import Line
 from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_differing, refuse_large
-from gradengine.exchange.links.link import Completed
+from gradengine.exchange.links.link import DAMAGED, RECEIVE
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.wire import HEAD_BYTES, Members, announced, checksum, decoded, encoded, unpacked
@@ -139,7 +139,7 @@ def _over_a_link(data: bytes, kind: type[SocketLink]) -> None:
             while new := link.poll():  # it is empty too where a message waits that nobody receives
                 over += new
         link.close()
-        written = {tag for completed, _, tag in over if completed in {Completed.RECEIVED, Completed.DAMAGED}}
+        written = {tag for completed, _, tag in over if completed in {RECEIVE, DAMAGED}}
         begun = {tag for tag in (0, 1, 6) if memory[8 * tag : 8 * tag + 8].any()}
         assert not memory[16:48].any()
         assert not memory[56:].any()

@@ -9,7 +9,7 @@ from transports import SlowArena, rank_order_sum
 from gradengine.errors import ExchangeError, HandshakeRefused, PeerLost
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.ordered_all_reduce import State
+from gradengine.exchange.ordered_all_reduce import SUMMED
 from gradengine.layout import GradientLayout
 from gradengine.reduction.stats import StepStats, agree
 from simulation.clock import Clock, Process
@@ -332,7 +332,7 @@ class Rank:
             raise Wrong(f"rank {self.number} holds sums of step {self.step}, and ranks {missing} had no part in them")
         for share, state in zip(all_reduce._shares, all_reduce._states, strict=True):
             data = self.memory[share.start : share.stop]
-            if state == State.SUMMED and not schedule.is_sum(self.step, share.start, data):
+            if state == SUMMED and not schedule.is_sum(self.step, share.start, data):
                 raise Wrong(f"share {share.number} of rank {self.number} is not the sum of step {self.step}")
 
     def _make_step(self):

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Link, Memory
 from gradengine.exchange.links.mpi import MpiLink, finish, own_communicator
 from gradengine.threads import Bell
 
@@ -80,7 +80,7 @@ class CollectiveLink(Link):
         outgoing, self._outgoing = self._outgoing, [[] for _ in range(self.world_size)]
         sent = [_frames(messages) for messages in outgoing]
         received = self._all_to_all(sent)
-        self._over += [Completion(Completed.SENT, peer, tag) for peer, each in enumerate(outgoing) for tag, _ in each]
+        self._over += [Completion(SEND, peer, tag) for peer, each in enumerate(outgoing) for tag, _ in each]
         self.moved_bytes += sum(each.size for each in [*sent, *received])
         for peer, data in enumerate(received):
             at = 0
@@ -97,7 +97,7 @@ class CollectiveLink(Link):
         if memory.nbytes != message.size:
             raise self.other_size(peer, tag, message.size, memory.nbytes)
         _bytes(memory)[:] = message
-        self._over.append(Completion(Completed.RECEIVED, peer, tag))
+        self._over.append(Completion(RECEIVE, peer, tag))
 
 
 def link_over_mpi(communicator: Any, timeout: float) -> CollectiveLink:

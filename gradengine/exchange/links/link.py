@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
@@ -14,55 +13,26 @@ from gradengine.threads import Bell
 
 VANISHED_SECONDS = 20.0  # after which a machine that answers nothing is given up
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
+SEND, RECEIVE, RELEASE, DAMAGED = "send", "receive", "release", "damaged"
 
 
-class Completed(Enum):
-    """How a transfer ended."""
+class Transfer(NamedTuple):
+    """A transfer to begin: `SEND`, `RECEIVE`, or `RELEASE` of memory that was borrowed."""
 
-    SENT = "sent"  # the memory may be overwritten; the other rank may not have received it yet
-    RECEIVED = "received"  # the memory holds what was sent
-    DAMAGED = "damaged"  # the memory holds something else: a bit was flipped on the way
+    kind: str
+    peer: int
+    tag: int
+    memory: Any = None  # to be sent or filled; None to receive: the memory of the rank that sends is borrowed
 
 
 class Completion(NamedTuple):
     """A transfer that is over."""
 
-    kind: Completed
+    # SEND: the memory may be overwritten; the other rank may not have received it yet. RECEIVE: the memory holds what
+    # was sent. DAMAGED: it holds something else, because a bit was flipped on the way.
+    kind: str
     peer: int
     tag: int
-
-
-class Send(NamedTuple):
-    """Memory to be sent to a rank; it must not change until the send is over."""
-
-    peer: int
-    tag: int
-    memory: Memory
-
-
-class Receive(NamedTuple):
-    """Memory to be filled by a rank's message with this tag, which must have the memory's size."""
-
-    peer: int
-    tag: int
-    memory: Memory
-
-
-class Borrow(NamedTuple):
-    """A part that a rank sends with this tag, to be read in that rank's memory until a `Release`."""
-
-    peer: int
-    tag: int
-
-
-class Release(NamedTuple):
-    """The end of reading the memory that was borrowed from a rank with this tag."""
-
-    peer: int
-    tag: int
-
-
-Transfer: TypeAlias = Send | Receive | Borrow | Release
 
 
 class Link(ABC):
@@ -141,10 +111,6 @@ class Link(ABC):
     def held(self) -> dict[int, int]:
         """By rank the tag of a message that has arrived and is not received yet: later messages of that rank wait."""
         return {}
-
-    def queued_bytes(self) -> int:
-        """Bytes that the system has taken and the other ranks have not, where that can be seen; else 0."""
-        return 0
 
     @abstractmethod
     def poll(self) -> list[Completion]:

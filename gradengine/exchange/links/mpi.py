@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, ProtocolError
-from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Link, Memory
 from gradengine.threads import Bell
 
 _FAREWELL = (1 << 21) - 3  # the tag of a link's last message: above an all-reduce's, below those of a gather
@@ -55,7 +55,7 @@ class MpiLink(Link):
         self._lock, self.bell = threading.Lock(), Bell()
         self._requests: list[Any] = []
         self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
-        self._counts: Counter[tuple[Completed, int]] = Counter()  # transfers that are over, with each rank
+        self._counts: Counter[tuple[str, int]] = Counter()  # transfers that are over, with each rank
         self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed, and whom they had lost
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         for peer in self._peers:
@@ -64,10 +64,10 @@ class MpiLink(Link):
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         # Synchronous: it is over when the receiver has begun to receive, which the counts of a farewell are about.
-        self._begin(self._ours.Issend, Completion(Completed.SENT, peer, tag), memory)
+        self._begin(self._ours.Issend, Completion(SEND, peer, tag), memory)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
-        self._begin(self._ours.Irecv, Completion(Completed.RECEIVED, peer, tag), memory)
+        self._begin(self._ours.Irecv, Completion(RECEIVE, peer, tag), memory)
 
     def poll(self) -> list[Completion]:
         with self._lock:
@@ -93,12 +93,12 @@ class MpiLink(Link):
     def _leave(self) -> None:
         """Send each rank a farewell, and cancel the receives."""
         for peer in self._peers:
-            counts = [self._counts[kind, peer] for kind in (Completed.SENT, Completed.RECEIVED)]
+            counts = [self._counts[kind, peer] for kind in (SEND, RECEIVE)]
             farewell = np.array([*counts, self.rank if self.lost is None else self.lost], "<i8")
             _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
         receives = []
         for request, (transfer, _) in zip(self._requests, self._transfers, strict=True):
-            if transfer.kind is Completed.SENT:
+            if transfer.kind == SEND:
                 _held.append(request)
             else:
                 request.Cancel()
@@ -125,7 +125,7 @@ class MpiLink(Link):
                 self._farewells[peer] = memory
                 continue
             self._counts[kind, peer] += 1
-            if kind is Completed.RECEIVED and (size := status.Get_count(self._mpi.BYTE)) != memory.nbytes:
+            if kind == RECEIVE and (size := status.Get_count(self._mpi.BYTE)) != memory.nbytes:
                 raise self.other_size(peer, tag, size, memory.nbytes)
         return [transfer for transfer, *_ in over if transfer.tag != _FAREWELL]
 
@@ -137,7 +137,7 @@ class MpiLink(Link):
         for (kind, peer, tag), _ in self._transfers:
             if peer in self._farewells and tag != _FAREWELL:
                 sent, received, lost = self._farewells[peer].tolist()
-                if self._counts[kind, peer] >= (received if kind is Completed.SENT else sent):
+                if self._counts[kind, peer] >= (received if kind == SEND else sent):
                     raise self.lost_by(peer, lost)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from gradengine.arrays.shared import SharedMemory, mapped, place_of, refuse_without_shared_memory
 from gradengine.errors import ExchangeError, ProtocolError
-from gradengine.exchange.links.link import Completed, Completion, Memory
+from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, Completion, Memory
 from gradengine.exchange.links.sockets import EMPTY, Connection, SocketLink
 
 _LENT, _RELEASED = 1 << 22, 1 << 23  # in tags: where what is sent lies (offset, size); that it has been read (nothing)
@@ -78,7 +78,7 @@ class SharedMemoryLink(SocketLink):
         with self._lock:
             self._lent[peer, tag] = memory, whole
             where = np.frombuffer(_PLACE.pack(start, memory.nbytes), np.uint8)
-            self._queue(Completion(Completed.SENT, peer, tag | _LENT), where, at_once=True)
+            self._queue(Completion(SEND, peer, tag | _LENT), where, at_once=True)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         super().receive(peer, tag, memory)
@@ -100,7 +100,7 @@ class SharedMemoryLink(SocketLink):
                 while not connection.has_ended:  # its last message says why it left
                     self._move(connection)
                 self._refuse_lost()
-            self._queue(Completion(Completed.SENT, peer, tag | _RELEASED), _NOTHING, at_once=True)
+            self._queue(Completion(SEND, peer, tag | _RELEASED), _NOTHING, at_once=True)
 
     def close(self) -> None:
         super().close()
@@ -113,34 +113,34 @@ class SharedMemoryLink(SocketLink):
         kind, peer, tag = transfer
         own, memory = tag % _LENT, self._open.pop(transfer)
         if is_damaged or tag == own:
-            if kind is Completed.RECEIVED:  # in one of the two ways
+            if kind == RECEIVE:  # in one of the two ways
                 self._open.pop(transfer._replace(tag=tag ^ _LENT), None)
-            self._over.append(Completion(Completed.DAMAGED if is_damaged else kind, peer, own))
-        elif tag & _LENT and kind is Completed.SENT:
-            self._open[Completion(Completed.RECEIVED, peer, own | _RELEASED)] = EMPTY
+            self._over.append(Completion(DAMAGED if is_damaged else kind, peer, own))
+        elif tag & _LENT and kind == SEND:
+            self._open[Completion(RECEIVE, peer, own | _RELEASED)] = EMPTY
         elif tag & _LENT:
             self._take(peer, own, *_PLACE.unpack(memory))
-        elif kind is Completed.RECEIVED:
+        elif kind == RECEIVE:
             del self._lent[peer, own]
-            self._over.append(Completion(Completed.SENT, peer, own))
+            self._over.append(Completion(SEND, peer, own))
         elif transfer in self._copied:
             self._copied.remove(transfer)
-            self._over.append(Completion(Completed.RECEIVED, peer, own))
+            self._over.append(Completion(RECEIVE, peer, own))
 
     def _take(self, peer: int, tag: int, start: int, size: int) -> None:
         """Copy what a rank lends, or let it be borrowed."""
-        receipt, whole = Completion(Completed.SENT, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
+        receipt, whole = Completion(SEND, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
         self._open[receipt] = EMPTY  # also where it is never sent: then the rank is missed
         if start + size > whole.size:
             what = f"rank {peer} lends rank {self.rank} a range outside of its memory, with tag {tag}"
             raise ProtocolError(what, got=f"{size} bytes from {start}", expected=f"within {whole.size}")
-        source, sink = whole[start : start + size], self._open.pop(Completion(Completed.RECEIVED, peer, tag), None)
+        source, sink = whole[start : start + size], self._open.pop(Completion(RECEIVE, peer, tag), None)
         if sink is None:
             if start % 4 or size % 4:
                 what = f"rank {peer} lends rank {self.rank} memory that is not fp32, with tag {tag}"
                 raise ProtocolError(what, got=f"{size} bytes from {start}", expected="multiples of 4")
             self._borrowed[peer, tag] = source.view(np.float32)
-            self._over.append(Completion(Completed.RECEIVED, peer, tag))
+            self._over.append(Completion(RECEIVE, peer, tag))
             return
         if size != sink.nbytes:
             raise self.other_size(peer, tag, size, sink.nbytes)
@@ -165,7 +165,7 @@ class SharedMemoryLink(SocketLink):
         if tag & _RELEASED:
             what = f"rank {peer} says that it has read what rank {self.rank} has not lent"
             raise ProtocolError(what, got=f"tag {tag % _LENT}")
-        if Completion(Completed.RECEIVED, peer, tag | _LENT) in self._open:
+        if Completion(RECEIVE, peer, tag | _LENT) in self._open:
             what, do = f"rank {peer} sent rank {self.rank} what it should lend", "use shared memory on all ranks"
             raise ProtocolError(what, got=f"tag {tag}", do=do)
 

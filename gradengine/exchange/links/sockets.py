@@ -22,7 +22,16 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
-from gradengine.exchange.links.link import VANISHED_SECONDS, Completed, Completion, Link, Memory, refuse_foreign
+from gradengine.exchange.links.link import (
+    DAMAGED,
+    RECEIVE,
+    SEND,
+    VANISHED_SECONDS,
+    Completion,
+    Link,
+    Memory,
+    refuse_foreign,
+)
 from gradengine.exchange.tls import reason_of
 from gradengine.exchange.wire import HEAD_BYTES, MAX_PAYLOAD, checksum, head, head_of
 from gradengine.threads import Bell
@@ -74,11 +83,11 @@ class SocketLink(Link):
             what, do = "one message is too long for a link over sockets", "use a smaller bucket_bytes"
             raise CallerError(what, got=f"{memory.nbytes} bytes", expected=f"at most {MAX_PAYLOAD}", do=do)
         with self._lock:
-            self._queue(Completion(Completed.SENT, peer, tag), memory)
+            self._queue(Completion(SEND, peer, tag), memory)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         with self._lock:
-            self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
+            self._begin(Completion(RECEIVE, peer, tag), memory)
             connection = self._connections[peer]
             if connection.held is not None or peer in self._faults:
                 connection.held = None
@@ -98,17 +107,6 @@ class SocketLink(Link):
 
     def held(self) -> dict[int, int]:
         return {peer: each.held for peer, each in self._connections.items() if each.held is not None}
-
-    def queued_bytes(self) -> int:
-        queued = 0
-        if sys.platform == "linux":
-            import fcntl  # noqa: PLC0415  (Windows has none)
-            import termios  # noqa: PLC0415
-
-            with contextlib.suppress(OSError, ValueError):  # another thread closes the link
-                for connection in [*self._connections.values()]:
-                    queued += int.from_bytes(fcntl.ioctl(connection.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return queued
 
     def lose_vanished(self) -> None:
         with contextlib.suppress(OSError):  # another thread closes the link
@@ -145,7 +143,7 @@ class SocketLink(Link):
             for connection in self._connections.values():
                 self._leave(connection)
             begun = [each.receiving for each in self._connections.values()]
-            receives = [each for each in self._open if each.kind is Completed.RECEIVED]
+            receives = [each for each in self._open if each.kind == RECEIVE]
             self.unwritten = [*self.unwritten, *(each for each in receives if each not in begun)]
             self._open.clear()
             self._connections = {}
@@ -166,7 +164,7 @@ class SocketLink(Link):
 
     def _end(self, transfer: Completion, *, is_damaged: bool = False) -> None:
         del self._open[transfer]
-        self._over.append(transfer._replace(kind=Completed.DAMAGED) if is_damaged else transfer)
+        self._over.append(transfer._replace(kind=DAMAGED) if is_damaged else transfer)
 
     def _refuse_lost(self) -> None:
         """Raise for a rank whose transfers will never be over, once all that it had sent before was received."""
@@ -237,7 +235,7 @@ class SocketLink(Link):
             lost = connection.checksum - 1
             self._faults[peer] = lost if 0 <= lost < self.world_size else peer
             raise self._gone(peer)
-        transfer = Completion(Completed.RECEIVED, peer, tag)
+        transfer = Completion(RECEIVE, peer, tag)
         payload = self._open.get(transfer)
         if payload is None:
             connection.held = tag

@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 
 from gradengine.arguments import checked_rank
-from gradengine.exchange.links.link import Completed, Completion, Link, Memory
+from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Link, Memory
 from gradengine.threads import Bell
 
 
@@ -29,7 +29,7 @@ def thread_links(world_size: int) -> list[ThreadLink]:
         >>> first.send(1, 7, np.array([1.0, 2.0]))
         >>> second.receive(0, 7, memory)
         >>> second.poll(), memory
-        ([Completion(kind=<Completed.RECEIVED: 'received'>, peer=0, tag=7)], array([1., 2.]))
+        ([Completion(kind='receive', peer=0, tag=7)], array([1., 2.]))
     """
     _, world_size = checked_rank(0, world_size)
     lock = threading.RLock()
@@ -63,13 +63,13 @@ class ThreadLink(Link):
         self._left_for = rank  # whom it had lost when it closed, perhaps only itself
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
-        self._begin(Completion(Completed.SENT, peer, tag), memory)
+        self._begin(Completion(SEND, peer, tag), memory)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
-        self._begin(Completion(Completed.RECEIVED, peer, tag), memory)
+        self._begin(Completion(RECEIVE, peer, tag), memory)
 
     def borrow(self, peer: int, tag: int) -> None:
-        self._begin(Completion(Completed.RECEIVED, peer, tag), None)
+        self._begin(Completion(RECEIVE, peer, tag), None)
 
     def borrowed(self, peer: int, tag: int) -> Memory | None:
         return self._borrowed.get((peer, tag))
@@ -79,8 +79,8 @@ class ThreadLink(Link):
             self.refuse_closed()
             del self._borrowed[peer, tag]
             self._refuse_lost(peer)
-            del self._open[Completion(Completed.RECEIVED, peer, tag)]
-            self._links[peer]._end(Completion(Completed.SENT, self.rank, tag))
+            del self._open[Completion(RECEIVE, peer, tag)]
+            self._links[peer]._end(Completion(SEND, self.rank, tag))
 
     def poll(self) -> list[Completion]:
         with self._polling:
@@ -119,9 +119,9 @@ class ThreadLink(Link):
             self._open[transfer] = memory
             if other.is_closed:
                 self.bell.ring()
-            elif kind is Completed.RECEIVED and Completion(Completed.SENT, self.rank, tag) in other._open:
+            elif kind == RECEIVE and Completion(SEND, self.rank, tag) in other._open:
                 self._match(peer, tag)
-            elif kind is Completed.SENT and Completion(Completed.RECEIVED, self.rank, tag) in other._open:
+            elif kind == SEND and Completion(RECEIVE, self.rank, tag) in other._open:
                 other._match(self.rank, tag)
 
     def _match(self, sender: int, tag: int) -> None:
@@ -133,8 +133,8 @@ class ThreadLink(Link):
         if not self._matched:
             return None
         peer, tag = self._matched.popleft()
-        transfer = Completion(Completed.RECEIVED, peer, tag)
-        source, sink = self._links[peer]._open.get(Completion(Completed.SENT, self.rank, tag)), self._open[transfer]
+        transfer = Completion(RECEIVE, peer, tag)
+        source, sink = self._links[peer]._open.get(Completion(SEND, self.rank, tag)), self._open[transfer]
         if source is not None and sink is not None:
             return peer, tag, source, sink
         if source is not None:  # else its rank has closed
@@ -149,8 +149,8 @@ class ThreadLink(Link):
         np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
         with self._lock:
             if not self._links[peer].is_closed:  # else the source may have been overwritten meanwhile
-                self._end(Completion(Completed.RECEIVED, peer, tag))
-                self._links[peer]._end(Completion(Completed.SENT, self.rank, tag))
+                self._end(Completion(RECEIVE, peer, tag))
+                self._links[peer]._end(Completion(SEND, self.rank, tag))
 
     def _end(self, transfer: Completion) -> None:
         if not self.is_closed:
