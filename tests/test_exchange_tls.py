@@ -31,7 +31,7 @@ from gradengine.exchange.addresses import Listener, connect_once
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.launchers import secret_in
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.tls import Certificates, certificates_of, warn_once
+from gradengine.exchange.tls import Certificates, certificates_of
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
@@ -265,29 +265,26 @@ def test_a_file_that_cannot_be_used_is_named(folders, tmp_path, name, made):
         connect("tcp://127.0.0.1:0", 0, 2, tls=tmp_path)
 
 
-def test_what_leaves_the_host_in_plain_is_warned_of_once(run, tmp_path, caplog, monkeypatch):
+def test_what_leaves_the_host_in_plain_is_warned_of_by_each_rank(run, tmp_path, caplog, monkeypatch):
     def formed(address, tls=None):
-        warn_once.cache_clear()
-        for _ in range(2):
-            link = "tcp" if isinstance(address, tuple) else None
-            form(start(Listener(address, SECRET), 2, range(2), tls=tls, link=link))
+        link = "tcp" if isinstance(address, tuple) else None
+        form(start(Listener(address, SECRET), 2, range(2), tls=tls, link=link))
         return sum("in plain: pass tls=" in said for said in caplog.messages)
 
     assert formed(("127.0.0.1", 0)) == 0
     monkeypatch.setattr(mesh, "is_loopback", lambda host: host != "127.0.0.1")  # as if that were another host's
-    assert (formed(str(tmp_path / "s")), formed(("127.0.0.1", 0), run), formed(("127.0.0.1", 0))) == (0, 0, 1)
+    assert (formed(str(tmp_path / "s")), formed(("127.0.0.1", 0), run), formed(("127.0.0.1", 0))) == (0, 0, 2)
 
 
-def test_a_secret_that_other_users_can_open_is_warned_of_once(folders, tmp_path, caplog):
+def test_a_secret_that_other_users_can_open_is_warned_of(folders, tmp_path, caplog):
     shutil.copytree(folders / "run", tmp_path / "run")
     secret, key = tmp_path / "secret", tmp_path / "run" / "tls.key"
     secret.write_text(SECRET)
     for mode in (0o600, 0o640, 0o644, 0o600):
         for path in (key, secret):
             path.chmod(mode)
-        for _ in range(2):
-            Certificates(tmp_path / "run")
-            assert secret_in(secret) == SECRET
+        Certificates(tmp_path / "run")
+        assert secret_in(secret) == SECRET
     assert [
         f"{path}'" in said and f"(mode {mode})" in said
         for said, (mode, path) in zip(

@@ -62,12 +62,12 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
         what = f"the CPU has too little shared memory ({fault})"
         do = 'raise the limits (ulimit -f, -n), or connect with link="unix" on all ranks'
         raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for", do=do) from None
-    weakref.finalize(memory, _forget, id(memory), descriptor).atexit = False
+    weakref.finalize(memory, os.close, descriptor).atexit = False
     with contextlib.suppress(OSError):  # where the kernel has no huge pages; a pass takes up to 1.15 times as long then
         memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     memory.descriptor, memory.address = descriptor, data.ctypes.data
-    _made[id(memory)] = weakref.ref(memory)
+    _made[id(memory)] = memory
     return data[: 4 * size].view(np.float32)
 
 
@@ -93,7 +93,7 @@ def refuse_without_shared_memory() -> None:
 def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
     """This process's shared memory that contains the array, and the array's first byte in it; None if none does."""
     address = memory.ctypes.data
-    for reference in list(_made.values()):  # a copy: other threads make some, and drop some
+    for reference in _made.valuerefs():  # a list: other threads make some, and drop some
         whole = reference()
         if whole is not None and whole.address <= address <= whole.address + len(whole) - memory.nbytes:
             return whole, address - whole.address
@@ -114,23 +114,16 @@ def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
 
 
 _SEAL_FUTURE_WRITE = 0x10  # Linux's; Python does not name it
-_made: dict[int, weakref.ref[SharedMemory]] = {}  # by this process
-
-
-def _forget(key: int, descriptor: int) -> None:
-    _made.pop(key, None)
-    os.close(descriptor)
+_made: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()  # by this process
 
 
 def _make_private() -> None:
     """Make a forked child's mappings private, so that its writes do not reach the parent."""
     flags = mmap.MAP_PRIVATE | _MAP_FIXED
-    for reference in list(_made.values()):
-        whole = reference()
-        if whole is not None:
-            place = _map(whole.address, len(whole), mmap.PROT_READ | mmap.PROT_WRITE, flags, whole.descriptor, 0)
-            if place != whole.address:
-                os.abort()  # rather than write to the parent's
+    for whole in _made.values():
+        place = _map(whole.address, len(whole), mmap.PROT_READ | mmap.PROT_WRITE, flags, whole.descriptor, 0)
+        if place != whole.address:
+            os.abort()  # rather than write to the parent's
     _made.clear()
 
 

@@ -31,7 +31,7 @@ from gradengine.exchange.addresses import Address, Listener, is_loopback, url_of
 from gradengine.exchange.handshake import Line, check_hello, new_nonce, proof, refuse_bad_job, refuse_bad_secret
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
-from gradengine.exchange.tls import Certificates, hashes_of, reason_of, refusal_of, warn_once
+from gradengine.exchange.tls import Certificates, hashes_of, reason_of, refusal_of
 from gradengine.exchange.wire import Abort, Hello, Listening, Members, Moved, Nonce, Proof
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class Meeting:
                 logger.info("%s has refused %d in all, at last: %s", self._who, self._refusals, self._refused)
             here = (line.socket.family == socket.AF_UNIX or is_loopback(line.origin) for line in self.lines.values())
             if self._tls is None and not all(here):
-                warn_once("gradients are sent to other hosts in plain: pass tls= to encrypt them (docs/tls.md)")
+                logger.warning("gradients are sent to other hosts in plain: pass tls= to encrypt them (docs/tls.md)")
             kind = SharedMemoryLink if self._link == "shared_memory" else SocketLink
             sockets = {peer: line.socket for peer, line in self.lines.items()}
             return kind(self.rank, sockets, hub=self.world_size if self._is_served else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import logging
 import os
@@ -92,14 +91,9 @@ def content_of(path: Path, *, is_secret: bool = False) -> bytes:
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
         raise OSError(errno.EINVAL, "not a regular file, or too large")
     if is_secret and found.st_mode & 0o077:
-        warn_once(f"other users can open {str(path)!r}, a secret (mode {found.st_mode & 0o777:o}): chmod 600 it")
+        warning = "other users can open %r, a secret (mode %o): chmod 600 it"
+        logging.getLogger("gradengine.exchange").warning(warning, str(path), found.st_mode & 0o777)
     return path.read_bytes()
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning, if this process has not logged the same one before."""
-    logging.getLogger("gradengine.exchange").warning(text)
 
 
 def hashes_of(connection: socket.socket) -> bytes:

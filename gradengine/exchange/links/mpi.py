@@ -92,11 +92,11 @@ class MpiLink(Link):
 
     def _leave(self) -> None:
         """Send each rank a farewell, and cancel the receives."""
+        farewells, receives = [], []
         for peer in self._peers:
             counts = [self._counts[kind, peer] for kind in (SEND, RECEIVE)]
             farewell = np.array([*counts, self.rank if self.lost is None else self.lost], "<i8")
-            _farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
-        receives = []
+            farewells.append(self._ours.Isend([farewell, self._mpi.BYTE], peer, _FAREWELL))
         for request, (transfer, _) in zip(self._requests, self._transfers, strict=True):
             if transfer.kind == SEND:
                 _held.append(request)
@@ -105,7 +105,7 @@ class MpiLink(Link):
                 receives.append(request)
         deadline = time.monotonic() + _CANCEL_SECONDS
         _held.extend([request for request in receives if not _is_over(request, deadline)])
-        self._requests, self._transfers = [], []
+        self._requests, self._transfers = farewells, []  # MPI reads them until the process ends
 
     def _take(self) -> list[Completion]:
         """The transfers that are over by now; farewells are kept."""
@@ -141,8 +141,7 @@ class MpiLink(Link):
                     raise self.lost_by(peer, lost)
 
 
-_links: list[MpiLink] = []
-_farewells: list[Any] = []  # requests
+_links: list[MpiLink] = []  # all that were made
 _held: list[Any] = []  # requests that MPI does not take back: nobody knows when they end
 
 
@@ -155,6 +154,8 @@ def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
     if _held:
         what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
         raise PeerLost(what, do=MpiLink.way_on)
+    atexit.unregister(_end)
+    atexit.register(_end, mpi, os.getpid())  # called before mpi4py's MPI_Finalize, when the interpreter has ended
     ours, request = theirs.Idup()
     finish(request, timeout, f"not all ranks make a link with rank {theirs.rank}")
     ours.Set_errhandler(mpi.ERRORS_RETURN)
@@ -202,16 +203,10 @@ def _is_over(request: Any, deadline: float) -> bool:
     return True
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked child has no part in its parent's links: `_end` would say farewell for the parent, or abort its job.
-    os.register_at_fork(after_in_child=_links.clear)
-    os.register_at_fork(after_in_child=_held.clear)
-
-
-@atexit.register  # called before mpi4py's MPI_Finalize, which comes when the interpreter has ended
-def _end() -> None:
+def _end(mpi: Any, process: int) -> None:
     """Close the links and wait until all ranks have done so; abort the job if a link has failed."""
-    if not (_links or _held) or (mpi := sys.modules["mpi4py.MPI"]).Is_finalized():
+    # A forked child has no part in its parent's links: it would say farewell for the parent, or abort its job.
+    if process != os.getpid() or mpi.Is_finalized():
         return
     for link in _links:
         link.close()
