@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,19 +21,18 @@ from gradengine.engine import GradientEngine
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.result import StepResult
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, WindowError
-from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
 from gradengine.torch.main_grad import MainGrads, takes_added
 
-# torch's private names: without them a backward has to be in a `with`.
-_current_graph_task = getattr(torch._C, "_current_graph_task_id", None)
-_queue_callback = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _note = MicroBatch.note  # before gradengine.torch keeps it from torch.compile: the hooks that call it are kept already
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+_GIVEN = "_gradengine_given"  # attribute of each .grad that a step has set
+_MOST_SCALE = 2.0**64
 
 
 def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, main_grad: bool = False) -> Attached:
@@ -69,16 +67,11 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
         optimizer.zero_grad()
     """
     refuse_other_kind("engine", engine, GradientEngine)
-    parameters, alone = trainable(module), truth_value("alone", alone)
-    main_grad = truth_value("main_grad", main_grad)
-    if alone:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warn_of_other_ranks()  # it warns once in a process: here nobody needs it
+    alone, main_grad = truth_value("alone", alone), truth_value("main_grad", main_grad)
     _refuse_other_layout(layout_of(module), engine.layout)
     if any(other._engine is engine for other in _live):
         raise CallerError("the engine is attached to another module", do="remove() what attach() returned first")
-    return Attached(module, parameters, engine, alone=alone, main_grad=main_grad)
+    return Attached(module, engine, alone=alone, main_grad=main_grad)
 
 
 @final
@@ -89,47 +82,42 @@ class Attached(AbstractContextManager["Attached"]):
     micro-batches the engine may be called by hand, too.
     """
 
-    def __init__(
-        self,
-        module: Parameters,
-        parameters: Mapping[str, torch.nn.Parameter],
-        engine: GradientEngine,
-        *,
-        alone: bool,
-        main_grad: bool,
-    ) -> None:
-        self._module, self._parameters, self._engine, self._alone = module, parameters, engine, alone
+    def __init__(self, module: Parameters, engine: GradientEngine, *, alone: bool, main_grad: bool) -> None:
+        self._module, self._engine, self._alone = module, engine, alone
+        self._parameters: Mapping[str, torch.nn.Parameter] = trainable(module)
         self._within: MicroBatch | None = None  # of the `with`
-        self._unentered: MicroBatch | None = None  # made, for a `with` that has not begun
         self._pauses = 0  # that are entered, one within another
-        self._of_backward: MicroBatch | None = None  # of a backward without one,
+        self._of_backward: MicroBatch | None = None  # of a backward without a `with`,
         self._backward = -1  # which has this number
-        self._given: dict[str, weakref.ref[torch.Tensor]] = {}  # what the last step handed back
         self._old: dict[str, bool] = {}  # parameters with a .grad as backward came to them: whether it is an old one
         self._orders, self._device = engine.layout.orders, engine.accumulator.kernels.device
         self._current_stream = _reader_of_streams(self._device.name)
         self._stream: int | None = None  # on which the gradients that are noted were made
-        self._scales: Mapping[Any, int] | None = None  # `_versions` as the window began
-        self._looks = 0  # how often the weights of all ranks were compared
+        self._scaler: Any = None  # that a step has updated,
+        self._scale_version = -1  # and how often its scale had been written to as the window began
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
-        # Weak: torch shows the garbage collector no hooks, and a parameter would keep itself alive by its own.
-        call = torch.compiler.disable(_call)
-        look, take, refuse = (
-            partial(call, weakref.WeakMethod(m)) for m in (self._look, self._take, self._refuse_early)
-        )
-        self._main_grads = MainGrads(parameters, engine.accumulator.arrays()) if main_grad else None
-        handles: list[Any] = [self._main_grads] if self._main_grads else []
-        for name, parameter in parameters.items():
-            # torch calls the first before it adds to `.grad`, and the second after.
-            handles.append(parameter.register_hook(partial(look, name)))
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
-        handles.append(register_optimizer_step_post_hook(refuse))
-        self._remove = weakref.finalize(self, _remove_all, handles)
+        self._main_grads = MainGrads(self._parameters, engine.accumulator.arrays()) if main_grad else None
+        self._remove = weakref.finalize(self, _remove_all, self._made_hooks())
         self._refusal = None if main_grad else self._remove  # of a bare engine.step(): it would leave each .grad None
         engine.accumulator.state.hooks = self._refusal
         _live.add(self)
 
-    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> AbstractContextManager[None]:
+    def _made_hooks(self) -> list[Any]:
+        """Register the hooks; returns what removes them.
+
+        They hold a weak reference: torch shows the garbage collector no hooks, and a parameter would keep itself alive.
+        """
+        hooks, own = (Attached._look, Attached._take, Attached._refuse_early), weakref.proxy(self)
+        look, take, refuse = (partial(torch.compiler.disable(hook), own) for hook in hooks)
+        handles: list[Any] = [self._main_grads] if self._main_grads else []
+        for name, parameter in self._parameters.items():
+            # torch calls the first before it adds to `.grad`, and the second after.
+            handles.append(parameter.register_hook(partial(look, name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
+        return [*handles, register_optimizer_step_post_hook(refuse)]
+
+    @contextmanager
+    def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> Iterator[None]:
         """A context in which all backward passes are one micro-batch; several gradients of a parameter are summed.
 
         An error in it before the first gradient changes nothing. After a later error, or Ctrl-C, the window takes no
@@ -149,9 +137,21 @@ class Attached(AbstractContextManager["Attached"]):
             with attached.micro_batch(weight=tokens):
                 loss.backward()
         """
-        self._drop_unfinished()
-        self._unentered = self._engine.micro_batch(weight, last=last)
-        return _Passes(self, self._unentered)
+        micro_batch = self._begun(weight, last=last)
+        if self._main_grads:
+            self._refuse_stray()
+            with self._device.on(self._current_stream()):
+                micro_batch.begin()
+        self._within = micro_batch
+        try:
+            yield
+            self._end(micro_batch)
+        except BaseException as fault:
+            micro_batch.fail(type(fault))
+            raise
+        finally:
+            if self._within is micro_batch:  # an interrupt may have this run later, in another's `with`
+                self._within = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -212,21 +212,18 @@ class Attached(AbstractContextManager["Attached"]):
         self._refuse_stray()
         if self._engine.world_size > 1 and self._engine.current_step == 0:
             self._refuse_other_weights()
-        used = scaler if scaler is not None and _is_enabled(scaler) else None
-        loss_scale = None if used is None else _scale_of(used, self._engine, unscale=truth_value("unscale", unscale))
-        if loss_scale is not None and unscale:
-            _refuse_updated(used, self._scales or {})
+        loss_scale = self._scale_of(scaler, unscale=unscale)
         with self._device.on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
         is_skipped = self._engine.on_non_finite == "skip" and self._device.relaxed(float, result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
-        self._given = {name: weakref.ref(gradient) for name, gradient in kept.items()}
-        self._scales = None
+        for gradient in kept.values():
+            setattr(gradient, _GIVEN, True)
         if loss_scale is not None and unscale:
-            device = next(iter(self._parameters.values())).device
-            _update(used, device, loss_scale, is_skipped=is_skipped)
+            _update(scaler, loss_scale, is_skipped=is_skipped)
+            self._scaler, self._scale_version = scaler, scaler._scale._version
         elif loss_scale is not None and kept:
             torch._foreach_mul_(list(kept.values()), loss_scale)
         return result
@@ -241,71 +238,44 @@ class Attached(AbstractContextManager["Attached"]):
 
     # ---- in backward ----
 
-    def _enter(self, micro_batch: MicroBatch) -> None:
-        """Let the next gradients go into this micro-batch."""
-        self._note_scales()
-        if self._main_grads:
-            self._refuse_stray()
-            with self._device.on(self._current_stream()):
-                micro_batch.begin()
-        self._within, self._unentered = micro_batch, None
+    def _begun(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
+        """A micro-batch of the engine, after one that did not finish; note the scale as a window begins."""
+        self._drop_unfinished()
+        if self._scaler is not None and not self._engine.has_open_window:
+            self._scale_version = self._scaler._scale._version
+        return self._engine.micro_batch(weight, last=last)
 
-    def _spoil(self) -> None:
-        """Have the window refused after an error in a hook, if layers may have added to it, until discard()."""
-        if self._main_grads:
-            self._engine.accumulator.state.now = State.BROKEN
+    def _end(self, micro_batch: MicroBatch) -> None:
+        self._add_noted(micro_batch)
+        with self._device.on(self._current_stream()):
+            micro_batch.end()
 
     def _refuse_stray(self) -> None:
         """Raise `WindowError` if a layer added to an open window outside of a micro-batch."""
         name = self._main_grads.take_stray() if self._main_grads else None
         if name is not None and self._engine.has_open_window:
-            self._spoil()
+            self._engine.accumulator.state.now = State.BROKEN  # until discard()
             raise WindowError(
                 f"the layer of '{name}' added to main_grad outside of micro_batch()",
                 got="a backward that failed, or torch.autograd.grad",
                 do="discard() the window; run such a backward between windows",
             )
 
-    def _note_scales(self) -> None:
-        """Note how the scalers are as a window begins."""
-        if not self._engine.has_open_window:
-            self._scales = _versions()
-
-    def _leave(self, micro_batch: MicroBatch, *fault: Any) -> None:
-        """Let no more gradients go into this micro-batch: it is over, or its backward failed."""
-        self._within = None
-        if fault[0] is None:
-            self._add_noted(micro_batch)
-        with self._device.on(self._current_stream()):
-            micro_batch.__exit__(*fault)
-
     def _look(self, name: str, _: torch.Tensor) -> None:
         """Note a `.grad` to which backward would add: torch.autograd.grad comes here too, and adds nothing."""
         old = self._parameters[name].grad
-        if old is None and not self._old:
-            return
-        given = self._given.get(name)
-        is_given = given is not None and given() is old  # noted also as zeros, which lie in the engine's memory
-        # DistributedDataParallel leaves zeros after the sum of its own.
-        if old is None or self._pauses:
-            self._old.pop(name, None)
-        else:
-            self._old[name] = is_given or bool(old.any())
+        self._old.pop(name, None)
+        # DistributedDataParallel leaves zeros after the sum of its own; given zeros lie in the engine's memory.
+        if old is not None and not self._pauses:
+            self._old[name] = hasattr(old, _GIVEN) or bool(old.any())
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
         if self._pauses:
             return
-        try:
-            self._add(name, parameter)
-        except BaseException:
-            self._spoil()
-            raise
-
-    def _add(self, name: str, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        is_anothers = name in self._old  # backward added to memory of another's
-        if is_anothers and self._old[name]:
+        old = self._old.get(name)  # None: backward added to no memory of another's
+        if old:
             raise BufferRefused(
                 f"parameter '{name}' has an old .grad, to which backward added",
                 do="call zero_grad(), with set_to_none=True, after each optimizer.step(); or, for another model's "
@@ -321,12 +291,13 @@ class Attached(AbstractContextManager["Attached"]):
         if gradient.requires_grad:  # as create_graph makes it
             gradient = gradient.detach()
         if name in self._orders or not parameter.is_contiguous():
-            gradient = self._in_layouts_order(name, parameter, gradient)
+            refuse_other_order(name, memory_order(parameter), self._orders.get(name))
+            gradient = in_memory_order(gradient, parameter)
         stream = self._current_stream()
         if stream != self._stream:  # torch orders work on other streams at the end of backward alone
             self._add_noted(micro_batch)
             self._stream = stream
-        if _note(micro_batch, name, gradient) or is_anothers:
+        if _note(micro_batch, name, gradient) or old is not None:
             self._add_noted(micro_batch)
 
     def _add_noted(self, micro_batch: MicroBatch) -> None:
@@ -334,22 +305,17 @@ class Attached(AbstractContextManager["Attached"]):
         with self._device.on(self._stream):
             micro_batch.add_noted()
 
-    def _in_layouts_order(self, name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        order = memory_order(parameter)
-        refuse_other_order(name, order, self._orders.get(name))
-        return gradient if order is None else gradient.permute(order)
-
     def _of_this_backward(self, name: str) -> MicroBatch:
         """The micro-batch that the outermost backward began, which queues its end."""
         if self._main_grads:
             what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
             raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
-        if self._of_backward and _current_graph_task and _current_graph_task() == self._backward:
+        if self._of_backward and _current_graph_task() == self._backward:
             return self._of_backward
-        if _current_graph_task is None or _queue_callback is None or _is_compiled():
+        if _is_compiled():
             raise CallerError(
                 f"the end of the backward that made the gradient of '{name}' cannot be seen",
-                got=f"compiled autograd, or an unknown torch: {torch.__version__}",
+                got="compiled autograd",
                 do="use `with attached.micro_batch():` around each backward",
             )
         if _is_nested():
@@ -360,27 +326,19 @@ class Attached(AbstractContextManager["Attached"]):
                 got="a backward that ends before the micro-batch",
                 do="use `with attached.micro_batch():`, or checkpoint(use_reentrant=False)",
             )
-        if self._unentered is not None:
-            self._unentered = None
-            what = "a micro_batch() was made, and backward ran outside of it"
-            raise WindowError(what, do="with attached.micro_batch(...): loss.backward()")
-        self._drop_unfinished()
-        self._note_scales()
-        self._of_backward, self._backward = self._engine.micro_batch(), _current_graph_task()
+        self._of_backward, self._backward = self._begun(), _current_graph_task()
         _queue_callback(self._end_of_backward)
         return self._of_backward
 
     def _end_of_backward(self) -> None:
         micro_batch, self._of_backward = self._of_backward, None
         if micro_batch is not None:
-            self._add_noted(micro_batch)
-            with self._device.on(self._current_stream()):
-                micro_batch.end()
+            self._end(micro_batch)
 
     def _drop_unfinished(self) -> None:
         """Forget the micro-batch of a backward that did not finish; the engine then refuses its window."""
         micro_batch, self._of_backward = self._of_backward, None
-        self._within = self._unentered = None  # of a `with` that an interrupt kept from being left, or entered
+        self._within = None  # of a `with` that an interrupt kept from being left
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
@@ -400,6 +358,36 @@ class Attached(AbstractContextManager["Attached"]):
         made = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in self._parameters.items()}
         out = {name: in_memory_order(made[name], p) for name, p in self._parameters.items()}
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
+
+    def _scale_of(self, scaler: Any, *, unscale: bool) -> float | None:
+        """The scale of the window's losses; None without a scaler, or if it is not enabled."""
+        if scaler is None:
+            return None
+        refuse_lacking("scaler", scaler, ("is_enabled", "get_scale", "unscale_", "update"))
+        if not scaler.is_enabled():
+            return None
+        needed, why = "propagate", "a trainer's GradScaler must find NaN and Inf in .grad to skip a step"
+        if truth_value("unscale", unscale):
+            needed, why = "skip", "with a GradScaler steps are skipped, and this engine does not skip"
+        if self._engine.on_non_finite != needed:
+            got, do = f"on_non_finite={self._engine.on_non_finite!r}", f'build the engine with on_non_finite="{needed}"'
+            raise CallerError(why, got=got, do=do)
+        if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
+            raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
+        if unscale:
+            self._refuse_updated(scaler)
+        return float(scaler.get_scale())
+
+    def _refuse_updated(self, scaler: Any) -> None:
+        """Raise `CallerError` if the window's losses may have a scale that the scaler had before an update."""
+        states = getattr(scaler, "_per_optimizer_states", {}).values()
+        is_stepped = any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)
+        if is_stepped or (scaler is self._scaler and scaler._scale._version != self._scale_version):
+            raise CallerError(
+                "the scaler was updated, or stepped an optimizer, since this window began",
+                do='use on_non_finite="propagate", step(scaler=scaler, unscale=False), scaler.step(optimizer), '
+                "update() once",
+            )
 
     def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
@@ -435,9 +423,7 @@ class Attached(AbstractContextManager["Attached"]):
         for parameter in self._parameters.values():
             values = parameter.detach().cpu().contiguous().flatten()  # whatever the strides
             digests.append(xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()))
-        # The engine gathers once for each text in a step, and whoever has mended the weights is to be asked anew.
-        self._looks += 1
-        told = self._engine.all_gather_object(f"digests of the weights, look {self._looks}", digests)
+        told = self._engine.all_gather_object("digests of the weights", digests)
         for rank, theirs in enumerate(told):
             for name, one, first in zip(self._parameters, theirs, told[0], strict=True):
                 if one != first:
@@ -460,35 +446,12 @@ class Attached(AbstractContextManager["Attached"]):
 _live: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
-@final
-class _Passes(AbstractContextManager[None]):
-    """The context of `micro_batch`. Not a generator: after an interrupt a generator would end late."""
-
-    def __init__(self, attached: Attached, micro_batch: MicroBatch) -> None:
-        self._attached, self._micro_batch = attached, micro_batch
-
-    def __enter__(self) -> None:
-        self._attached._enter(self._micro_batch)
-
-    def __exit__(self, *fault: object) -> None:
-        self._attached._leave(self._micro_batch, *fault)
-
-
-def _call(method: weakref.WeakMethod[Callable[..., None]], *given: Any) -> None:
-    """Call a method of an object that may be gone."""
-    found = method()
-    if found is not None:
-        found(*given)
-
-
 def _reader_of_streams(device: str) -> Callable[[], int | None]:
     """A function that returns the handle of torch's current stream on a GPU; None on the CPU."""
     if device == "cpu":
         return lambda: None
     index = torch.device(device).index
-    if _raw_stream is not None:
-        return partial(_raw_stream, index)
-    return lambda: torch.cuda.current_stream(index).cuda_stream
+    return partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def _remove_all(handles: Iterable[Any]) -> None:
@@ -520,55 +483,11 @@ def _refuse_other_layout(own: GradientLayout, layout: GradientLayout) -> None:
             raise LayoutMismatch(what, got=engines, expected=ours, do="build the engine with layout_of(module)")
 
 
-# ---- loss scaling ----
-
-
-def _is_enabled(scaler: Any) -> bool:
-    refuse_lacking("scaler", scaler, ("is_enabled", "get_scale", "unscale_", "update"))
-    return bool(scaler.is_enabled())
-
-
-def _scale_of(scaler: Any, engine: GradientEngine, *, unscale: bool) -> float:
-    got = f"on_non_finite={engine.on_non_finite!r}"
-    if unscale and engine.on_non_finite != "skip":
-        do = 'build the engine with on_non_finite="skip"'
-        raise CallerError("with a GradScaler steps are skipped, and this engine does not skip", got=got, do=do)
-    if not unscale and engine.on_non_finite != "propagate":
-        do = 'build the engine with on_non_finite="propagate"'
-        raise CallerError("a trainer's GradScaler must find NaN and Inf in .grad to skip a step", got=got, do=do)
-    if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
-        raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
-    return float(scaler.get_scale())
-
-
-_MOST_SCALE = 2.0**64
-_updated: weakref.WeakSet[Any] = weakref.WeakSet()  # the scalers that a step has updated
-
-
-def _versions() -> Mapping[Any, int]:
-    """How often the scale of each scaler that a step has updated was written to."""
-    return weakref.WeakKeyDictionary({scaler: scaler._scale._version for scaler in _updated})
-
-
-def _refuse_updated(scaler: Any, before: Mapping[Any, int]) -> None:
-    """Raise `CallerError` if the window's losses may have a scale that the scaler had before an update."""
-    states = getattr(scaler, "_per_optimizer_states", {}).values()
-    is_stepped = any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)  # since the last update
-    if is_stepped or (scaler in _updated and before.get(scaler) != scaler._scale._version):
-        raise CallerError(
-            "the scaler was updated, or stepped an optimizer, since this window began",
-            do='use on_non_finite="propagate", step(scaler=scaler, unscale=False), scaler.step(optimizer), '
-            "update() once",
-        )
-
-
-def _update(scaler: Any, device: torch.device, loss_scale: float, *, is_skipped: bool) -> None:
+def _update(scaler: Any, loss_scale: float, *, is_skipped: bool) -> None:
     """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
-    verdict = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+    verdict = torch.zeros_like(scaler._scale, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
-    stand_in = torch.optim.SGD([verdict], lr=0.0)
-    scaler.unscale_(stand_in)
+    scaler.unscale_(torch.optim.SGD([verdict], lr=0.0))
     scaler.update()
     if loss_scale > _MOST_SCALE / 2:  # in bf16 nothing overflows, so that it would grow on and on
         scaler.update(min(float(scaler.get_scale()), _MOST_SCALE))
-    _updated.add(scaler)
