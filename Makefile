@@ -92,8 +92,8 @@ compile-check: $(VENV)/compile  ## every CUDA kernel for three architectures, SE
 kernel-table: $(VENV)/compile  ## what each kernel takes: registers, shared memory, instructions
 	$(BIN)/python measured/kernel_table.py
 
-test-device: $(VENV)-cuda$(CUDA)/real_cupy/built  ## the tests of a device, on CuPy itself without a GPU; needs g++; CUDA=12 ORDER=lazy, eager STREAM=own, per-thread
-	GRADENGINE_REQUIRE_GPU=1 REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=$(if $(filter per-thread,$(STREAM)),1,0) \
+test-device: $(VENV)-cuda$(CUDA)/real_cupy/built  ## the tests of a device, on CuPy itself without a GPU; needs g++; CUDA=12 ORDER=lazy, eager STREAM=own
+	GRADENGINE_REQUIRE_GPU=1 REAL_CUPY_ORDER=$(ORDER) REAL_CUPY_STREAM=$(STREAM) \
 	    $(VENV)-cuda$(CUDA)/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(or $(TESTS),tests)
 
 gpu-check-small: $(VENV)-cuda12/real_cupy/built  ## what `make gpu-check` runs, at small sizes, on CuPy itself without a GPU

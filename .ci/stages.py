@@ -67,7 +67,6 @@ MATRIX = [
     Stage("device-lazy", "test-device", [*NEWEST, "CUDA=12", "ORDER=lazy"]),
     Stage("device-eager", "test-device", [*NEWEST, "ORDER=eager"]),
     Stage("device-own-streams", "test-device", [*NEWEST, "CUDA=12", "STREAM=own"]),
-    Stage("device-streams-per-thread", "test-device", [*NEWEST, "STREAM=per-thread"]),
     Stage("mpi", "test-mpi", NEWEST),
     Stage("gpu-check-small", "gpu-check-small", NEWEST),
 ]

@@ -343,44 +343,6 @@ def keep_busy(device):
         xp.cuda.runtime.memsetAsync(scratch.data.ptr, 0, 32, xp.cuda.get_current_stream().ptr)
 
 
-def test_an_event_of_a_thread_that_ended_is_not_the_next_ones_with_its_ident(device, monkeypatch):
-    runtime, uses, idents, unfinished = device.kernels.device, {}, [], []
-    ask = runtime.events.is_done
-    monkeypatch.setattr(runtime.events, "is_done", lambda event: event not in unfinished and ask(event))
-
-    def use():
-        idents.append(threading.get_ident())
-        runtime.used(uses, born=-1)
-
-    for _ in range(100):
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
-        synchronize(device)
-        if len(set(idents)) == len(idents):
-            unfinished.append(StubEvent())
-            uses[list(uses)[-1]] = unfinished[-1]
-    assert len(set(idents)) < len(idents)
-    assert set(unfinished) <= set(uses.values())
-    assert len(uses) <= len(unfinished) + 2  # those that are done went with their threads
-
-
-def test_two_threads_let_go_of_one_event(device, monkeypatch):
-    """Each of those that ended is dropped by whoever looks first, and the other one may be looking at it."""
-    runtime, uses = device.kernels.device, {}
-
-    def dropped_meanwhile(_):
-        uses.clear()
-        return True
-
-    thread = threading.Thread(target=lambda: runtime.used(uses, born=-1))
-    thread.start()
-    thread.join()
-    monkeypatch.setattr(runtime.events, "is_done", dropped_meanwhile)
-    runtime.used(uses, born=-1)
-    assert len(uses) == 1
-
-
 class TestKept:
     """Producers whose stream nobody knows, as JAX's: their memory is theirs again when our work is done, not before."""
 
@@ -580,18 +542,6 @@ class StubDevice(CudaDevice):
 
     def behind(self, handle):
         return StubEvent()
-
-
-@pytest.mark.parametrize(("handle", "is_noted"), [(2, True), (7, False)])
-def test_work_on_a_threads_own_default_stream_is_noted_though_it_has_the_handle_that_the_memory_came_from(
-    handle, is_noted
-):
-    """Whoever gets the memory next is behind the stream of another thread."""
-    device, uses = StubDevice(), {}
-    device._thread, device.event = threading.local(), StubEvent
-    device.stream = types.SimpleNamespace(ptr=handle, is_capturing=lambda: False, record=lambda event: event)
-    device.used(uses, born=handle)
-    assert len(uses) == is_noted
 
 
 class Lent:

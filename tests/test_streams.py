@@ -26,7 +26,6 @@ from gradengine import (
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan, launch
-from gradengine.kernels.events import Kept
 from gradengine.kernels.launch import Entry, chunk_for
 from gradengine.kernels.streams import StreamOrder
 
@@ -505,32 +504,14 @@ class TestAStreamThatIsGone:
             with order.use():
                 assert len(stream.waited) == waits
 
-    @pytest.mark.parametrize("then", ["use", "follow", "read"])
-    def test_what_an_interrupted_use_has_queued_is_waited_for(self, then):
-        device = StubDevice()
-        order, first, second = StreamOrder(device), StubStream(7), StubStream(8)
-        device.stream = first
-        order.use().__enter__()  # and never left
-        device.stream, events = second, list(first.recorded)
-        if then == "use":
-            order.use().__enter__()
-        else:
-            order.follow() if then == "follow" else order.read(None)
-        assert (events, len(first.recorded)) == ([], 1)
-        assert [*second.waited, *device.read_behind] == first.recorded
-
 
 class StubStream:
     """A stream that notes what it is asked."""
 
     def __init__(self, ptr):
-        self.ptr, self.waited, self.recorded = ptr, [], []
-
-    def is_capturing(self):
-        return False
+        self.ptr, self.waited = ptr, []
 
     def record(self, event):
-        self.recorded.append(event)
         return event
 
     def wait_event(self, event):
@@ -540,45 +521,25 @@ class StubStream:
 class StubDevice:
     """A device whose current stream the test says."""
 
-    def __init__(self, handle=0):
-        self.stream, self.kept, self.read_behind = StubStream(handle), Kept(None), []
-        self.is_capturing, self.captures, self.active = lambda: False, lambda _: False, contextlib.nullcontext
+    def __init__(self):
+        self.stream, self.active, self.event = StubStream(0), contextlib.nullcontext, object
+
+    def captures(self, _):
+        return False
 
     def current_stream(self):
         return self.stream
 
-    @property
-    def xp(self):
-        return SimpleNamespace(cuda=SimpleNamespace(get_current_stream=self.current_stream))
 
-    def read(self, _, behind):
-        self.read_behind.append(behind)
-
-    def event(self):
-        return SimpleNamespace(done=False)
-
-
-class TestDefaultStreamsOfThreads:
-    """cudaStreamPerThread: one handle, and another stream in each thread."""
-
-    def test_each_waits_for_the_others(self):
-        device = StubDevice(2)
-        order = StreamOrder(device)
-        for turn in range(3):
-            with order.use():
-                assert len(device.stream.waited) == turn + 1
-        order.follow()
-        assert len(device.stream.waited) == 4
-
-    @pytest.mark.parametrize(("handle", "is_kept"), [(2, True), (7, False)])
-    def test_memory_from_one_is_kept_until_the_work_is_done(self, handle, is_kept):
-        """The last work may be another thread's, behind which the stream that the memory goes back to is not."""
-        device = StubDevice(handle)
-        order = StreamOrder(device, "memory")
-        with order.use():
-            pass
-        order.end()
-        assert len(device.kept) == is_kept
+def test_a_threads_own_default_stream_is_refused(device):
+    """Its one handle is another stream in each thread. The window goes on afterwards."""
+    engine, gradients = new_engine(device), given(device, 1)
+    engine.add(gradients)
+    with device.kernels.device.active(), device.kernels.xp.cuda.Stream.ptds:
+        for call in (lambda: engine.add(gradients), engine.step, lambda: new_engine(device)):
+            with pytest.raises(CallerError, match="CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"):
+                call()
+    assert float(engine.step().norm) == pytest.approx(NORM)
 
 
 def an_engine(device, out, gradients):

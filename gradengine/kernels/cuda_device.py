@@ -19,9 +19,10 @@ from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
 from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
+from gradengine.kernels.events import Entered
 from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
-from gradengine.kernels.streams import CurrentStream, StreamOrder
+from gradengine.kernels.streams import StreamOrder
 
 
 @final
@@ -36,11 +37,11 @@ class CudaDevice(CudaRuntime):
         """See `Device.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
         if stream is None:
             return nullcontext()
-        if isinstance(stream, self.xp.cuda.Stream):
-            return CurrentStream(self, stream)
-        with self.active():
-            external = ExternalStream(stream_handle(stream), stream)
-            return CurrentStream(self, self.xp.cuda.Stream.from_external(external))
+        entered: Any = stream
+        if not isinstance(stream, self.xp.cuda.Stream):
+            with self.active():
+                entered = self.xp.cuda.Stream.from_external(ExternalStream(stream_handle(stream), stream))
+        return Entered(self.active(), entered)
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
         """See `Device.views`; memory of this device only."""
@@ -151,7 +152,7 @@ class DeviceArena:
     ) -> None:
         """Begin a copy between a row and as many elements of the arena, starting at `start`; never waits."""
         stream, part = self._streams[is_to_arena], self._arena[start : start + row.size]
-        with CurrentStream(self._device, stream):
+        with self._device.active(), stream:
             stream.wait_event(self._noted[behind])
             (self._device.copy_to if is_to_arena else self._device.copy_from)(part, row)
             self._begun.append((self._device.record(), name))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -15,29 +15,12 @@ import numpy.typing as npt
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, CallerError, DeviceFailed, OutOfDeviceMemory
 from gradengine.kernels.device import Answer, Device, Graph
-from gradengine.kernels.events import Active, Events, Kept
+from gradengine.kernels.events import Entered, Events, Kept
 
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
 _OUT_OF_MEMORY, _INVALID_HANDLE = 2, 400  # cudaErrorMemoryAllocation, cudaErrorInvalidResourceHandle
 _POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
-
-
-class _Thread:
-    """A thread, while it runs."""
-
-
-class _Pinned:
-    """Pinned memory of the driver's own, in the form that CuPy takes; whoever drops it voids no capture."""
-
-    def __init__(self, runtime: Any, nbytes: int, relaxed: Callable[..., Any]) -> None:
-        self.size, self.ptr = nbytes, relaxed(runtime.hostAlloc, nbytes, runtime.hostAllocPortable)
-        weakref.finalize(self, _free, relaxed, runtime.freeHost, self.ptr).atexit = False
-
-
-def _free(relaxed: Callable[..., Any], free: Callable[[int], None], pointer: int) -> None:
-    with suppress(DeviceFailed):  # told by each call; a finaliser can only print it
-        relaxed(free, pointer)
 
 
 class CudaRuntime(Device):
@@ -46,28 +29,26 @@ class CudaRuntime(Device):
     def __init__(self, xp: Any, ordinal: int) -> None:
         self.xp, self.ordinal, self.name, self.array_type = xp, ordinal, f"cuda:{ordinal}", xp.ndarray
         self.events = Events(xp, ordinal)
-        with Active(self.events, xp.cuda.Device(ordinal)):
+        with self.active():
             self._uploads = xp.cuda.Stream(non_blocking=True)
         self.recorded: Graph | None = None  # what is being recorded
         self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
-        self._active = Active(self.events)
         self.kept = Kept(self.events)  # what was dropped while work on it may run
-        self._thread = threading.local()
         # Never recorded, so it is done: any other answer says that the device has failed.
         self._unused = self.event()
 
     def active(self) -> AbstractContextManager[None]:
         """A context in which this is the current device: else a caller's other device would get our launches.
 
-        All calls of the driver are made in one; see `Active`.
+        All calls of the driver are made in one: an error by which the device has failed leaves it as `DeviceFailed`.
         """
         try:
             if self.xp.cuda.runtime.getDevice() == self.ordinal:
-                return self._active
+                return self.events
         except Exception as fault:
             self.events.raise_if_lost(fault)
             raise
-        return Active(self.events, self.xp.cuda.Device(self.ordinal))
+        return Entered(self.events, self.xp.cuda.Device(self.ordinal))
 
     def refuse_failed(self, *, asks: bool = False) -> None:
         """See `Device.refuse_failed`."""
@@ -91,10 +72,10 @@ class CudaRuntime(Device):
             raise
 
     def keep(self, *memory: Any) -> None:
-        """Keep memory alive with the graph that is being recorded, which reads it."""
+        """Keep memory alive that the graph reads which the current stream records."""
         if self.recorded is not None:
             self.recorded.kept += memory
-        elif self.is_capturing():  # somebody else's graph: how long it lives is not known here
+        else:  # somebody else's graph: how long it lives is not known here
             owners = [one.data.mem if isinstance(one, self.xp.ndarray) else one for one in memory]
             self._foreign.update(zip(map(id, owners), owners, strict=True))
 
@@ -122,8 +103,15 @@ class CudaRuntime(Device):
         return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
 
     def current_stream(self) -> Any:
-        """The calling thread's current stream on this device."""
-        return self.xp.cuda.get_current_stream(self.ordinal)
+        """The calling thread's current stream on this device; `CallerError` for a thread's own default stream."""
+        stream = self.xp.cuda.get_current_stream(self.ordinal)
+        if stream.ptr == _PER_THREAD:
+            raise CallerError(
+                "the current stream is a thread's own default stream",
+                got="cudaStreamPerThread",
+                do="make a cupy.cuda.Stream() current, or unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM",
+            )
+        return stream
 
     def giving_stream(self) -> Any:
         """The stream on which memory is allocated now: during a capture not the current one."""
@@ -138,11 +126,16 @@ class CudaRuntime(Device):
         """Pinned host memory as a NumPy array; a large one is allocated by the driver, not from CuPy's pool."""
         nbytes, cuda = count * np.dtype(dtype).itemsize, self.xp.cuda
         with self.active():
-            if nbytes > _POOLED:
-                memory = cuda.PinnedMemoryPointer(_Pinned(cuda.runtime, nbytes, self.relaxed), 0)
-            else:
-                memory = self.relaxed(cuda.alloc_pinned_memory, nbytes)
-        return np.frombuffer(memory, dtype, count)
+            if nbytes <= _POOLED:
+                return np.frombuffer(self.relaxed(cuda.alloc_pinned_memory, nbytes), dtype, count)
+            pointer = self.relaxed(cuda.runtime.hostAlloc, nbytes, cuda.runtime.hostAllocPortable)
+        memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
+        weakref.finalize(memory, self._free_pinned, pointer).atexit = False
+        return np.frombuffer(memoryview(memory), dtype, count)
+
+    def _free_pinned(self, pointer: int) -> None:
+        with suppress(DeviceFailed):  # told by each call; a finaliser can only print it
+            self.relaxed(self.xp.cuda.runtime.freeHost, pointer)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
         """Queue a copy from pinned memory, which must not change until the copy is done."""
@@ -286,19 +279,12 @@ class CudaRuntime(Device):
         with self.active():
             return self.current_stream().record(self.event())
 
-    def used(self, uses: dict[tuple[int, Any], Any], born: int) -> None:
+    def used(self, uses: dict[int, Any], born: int) -> None:
         """Record in `uses` that the current stream reads this memory; not needed on the stream it was allocated on."""
         stream = self.current_stream()
-        if self.captures(stream) or (stream.ptr == born and born != _PER_THREAD):
-            return
-        # Not its ident, which the next thread may get: its event would take the place of one that is not done.
-        key = stream.ptr, weakref.ref(self._thread.__dict__.setdefault("itself", _Thread()))
-        with self.active():
-            if key not in uses:
-                for other, event in list(uses.items()):
-                    if other[1]() is None and self.events.is_done(event):
-                        uses.pop(other, None)  # another thread may have looked at it too
-            uses[key] = stream.record(uses.get(key) or self.event())
+        if stream.ptr != born and not self.captures(stream):
+            with self.active():
+                uses[stream.ptr] = stream.record(uses.get(stream.ptr) or self.event())
 
     def stream_of(self, handle: int) -> Any:
         """Another library's stream as a CuPy stream; 0 is the default stream."""

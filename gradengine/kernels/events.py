@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import TracebackType
 from typing import Any, final
 
@@ -24,30 +24,39 @@ MOST_LENT = 1 << 30  # bytes of lent memory that may be kept besides what was le
 
 
 @final
-class Events:
+class Events(AbstractContextManager[None]):
     """Asks and waits for events of one device without voiding a graph that any thread records, in any mode.
 
     While a thread captures in global mode (torch's default), the driver refuses such calls of all threads and voids the
     capture, unless the calling thread is in relaxed mode.
+
+    As a context: an error by which the device has failed leaves it as `DeviceFailed`.
     """
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self._runtime, self._ordinal = xp.cuda.runtime, ordinal
         self._exchange_mode = _driver(xp).cuThreadExchangeStreamCaptureMode
 
+    def __enter__(self) -> None:
+        """All threads may be in it at once."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if fault is not None:
+            self.raise_if_lost(fault)
+
     def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Make a call that waits for the device, in relaxed mode, in which other threads' captures allow it."""
         mode = ctypes.c_int(_RELAXED)
         pointer = ctypes.byref(mode)
-        try:
-            self._exchange_mode(pointer)  # it holds the mode before at once: Ctrl-C behind this call loses nothing
-            return call(*arguments)
-        except Exception as fault:
-            self.raise_if_lost(fault)
-            raise
-        finally:
-            if mode.value != _RELAXED:
-                self._exchange_mode(pointer)
+        with self:
+            try:
+                self._exchange_mode(pointer)  # it holds the mode before at once: Ctrl-C behind this call loses nothing
+                return call(*arguments)
+            finally:
+                if mode.value != _RELAXED:
+                    self._exchange_mode(pointer)
 
     def is_done(self, event: Any) -> bool:
         """Whether the work before an event is done; never waits.
@@ -64,14 +73,6 @@ class Events:
     def wait(self, event: Any) -> None:
         """Wait for the work before an event."""
         self.relaxed(event.synchronize)
-
-    def asked(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Make a call of the driver; raises `DeviceFailed` in place of an error by which it says so."""
-        try:
-            return call(*arguments)
-        except Exception as fault:
-            self.raise_if_lost(fault)
-            raise
 
     def raise_if_lost(self, fault: BaseException) -> None:
         """Raise `DeviceFailed` in place of CUDA's error, if by that the device has failed; every later call does."""
@@ -90,30 +91,24 @@ class Events:
 
 
 @final
-class Active(AbstractContextManager[None]):
-    """A context in which a device is current; an error by which that has failed leaves it as `DeviceFailed`.
+class Entered(AbstractContextManager[None]):
+    """Several contexts as one. Not a generator, which an interrupt may leave suspended until its traceback is freed."""
 
-    Args:
-        events: The device's.
-        device: CuPy's, if another one is current.
-    """
-
-    __slots__ = ("_device", "_events")
-
-    def __init__(self, events: Events, device: Any = None) -> None:
-        self._events, self._device = events, device
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts, self._entered = contexts, ExitStack()
 
     def __enter__(self) -> None:
-        if self._device is not None:
-            self._events.asked(self._device.__enter__)
+        try:
+            for context in self._contexts:
+                self._entered.enter_context(context)
+        except BaseException:
+            self._entered.close()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._device is not None:
-            self._events.asked(self._device.__exit__, kind, fault, trace)
-        if fault is not None:
-            self._events.raise_if_lost(fault)
+        self._entered.__exit__(kind, fault, trace)
 
 
 def _driver(xp: Any) -> Any:

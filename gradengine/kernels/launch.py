@@ -76,7 +76,7 @@ class Table:
     rows: Any
     targets: Any
     born: int  # handle of the stream that the memory came from
-    uses: dict[tuple[int, Any], Any]  # events behind the work of other streams, by handle and thread
+    uses: dict[int, Any]  # events behind the work of other streams, by handle
 
 
 class Tables:
@@ -211,6 +211,8 @@ class Launches:
 
     def run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel by its whole name."""
-        self._device.keep(*[one for one in arguments if isinstance(one, self._device.xp.ndarray)])
-        with self._device.active():
+        device = self._device
+        if device.is_capturing():
+            device.keep(*[one for one in arguments if isinstance(one, device.xp.ndarray)])
+        with device.active():
             self._functions[function]((blocks,), (threads,), arguments)

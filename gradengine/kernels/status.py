@@ -160,7 +160,7 @@ class StatusReadback:
         free = [slot for slot in range(self.SLOTS) if slot not in self._under_way]
         if not free:
             return
-        with self._memory.order.use():
+        with self._memory.order.use(), self._runtime.active():
             self._runtime.copy_from(self._memory.record, self._host[free[0] : free[0] + 1])
             self._runtime.current_stream().record(self._events[free[0]])
         self._under_way.append(free[0])

@@ -213,5 +213,6 @@ class DeviceSums:
     def _order(self) -> None:
         """Have the current stream, in the arena's order, wait for the calls."""
         if self._behind is not None:
-            self._device.current_stream().wait_event(self._behind)
+            with self._device.active():
+                self._device.current_stream().wait_event(self._behind)
             self._behind = None

@@ -19,10 +19,8 @@ DRIVER.gpuless_tell_of_memory.argtypes = (_POINTER, _POINTER)
 DRIVER.gpuless_take_fault.argtypes = (ctypes.c_char_p, _SIZE)
 DRIVER.gpuless_take_fault.restype = ctypes.c_bool
 DRIVER.gpuless_fault.argtypes = (ctypes.c_char_p,)
-DRIVER.gpuless_own_stream.argtypes, DRIVER.gpuless_own_stream.restype = (_POINTER,), _POINTER
 DRIVER.gpuless_lose.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
 DRIVER.gpuless_has_told_of_loss.restype = ctypes.c_bool
-DRIVER.gpuless_settle.argtypes = (_POINTER,)
 DRIVER.gpuless_take.argtypes = DRIVER.gpuless_void.argtypes = (_POINTER, _SIZE, _POINTER, ctypes.c_int)
 
 # ---- how it behaves ----

@@ -7,7 +7,6 @@ the host write it, would find it right most of the time.
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 from cuda_emulator.record import note_allocation
@@ -15,7 +14,6 @@ from cuda_emulator.record import note_allocation
 from .loaded import DRIVER
 
 _NAN = 0xFF  # of every float format, in each byte
-_voided: dict[int | None, threading.Thread] = {}  # threads' own streams on which memory becomes NaN
 
 
 class _Piece:
@@ -23,12 +21,9 @@ class _Piece:
 
     def __init__(self, memory: Any, size: int, stream: int | None, device: int) -> None:
         self._memory, self._size, self._stream, self._device = memory, size, stream, device
-        self.thread: threading.Thread | None = None  # whose stream it was taken on, where that is a thread's own
         DRIVER.gpuless_take(memory.ptr, size, stream, device)
 
     def __del__(self) -> None:
-        if self.thread is not None:
-            _voided[self._stream] = self.thread
         DRIVER.gpuless_void(self._memory.ptr, self._size, self._stream, self._device)
 
 
@@ -40,14 +35,6 @@ class _PinnedPiece:
 
     def __del__(self) -> None:
         ctypes.memset(self.ptr, _NAN, self.size)
-
-
-def _settle_ended_threads() -> None:
-    """What is left on the stream of a thread that ended: CuPy gives its memory to the next thread with its ident."""
-    for stream, thread in list(_voided.items()):
-        if not thread.is_alive():
-            _voided.pop(stream, None)
-            DRIVER.gpuless_settle(stream)
 
 
 def give_back_unused() -> None:
@@ -70,13 +57,8 @@ def install() -> None:
         memory = device_pool.malloc(size)
         if not size:
             return memory
-        _settle_ended_threads()  # now: the pool may hand out what a garbage collection within malloc() gave back
         device = cuda.runtime.getDevice()
-        current = cuda.get_current_stream().ptr
-        stream = DRIVER.gpuless_own_stream(current)
-        piece = _Piece(memory, size, stream, device)
-        if stream != current and current:
-            piece.thread = threading.current_thread()
+        piece = _Piece(memory, size, cuda.get_current_stream().ptr, device)
         return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, piece, device), 0)
 
     def allocate_pinned(size: int) -> Any:

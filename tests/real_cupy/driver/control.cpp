@@ -67,19 +67,6 @@ bool gpuless_has_told_of_loss(int device) {
   return loss_of(device).is_told;
 }
 
-// The calling thread's stream of that handle: of a thread's default stream, which is another's in every thread, its own.
-cudaStream_t gpuless_own_stream(cudaStream_t handle) {
-  Turn turn;
-  return handle == cudaStreamPerThread ? (cudaStream_t)stream_of(handle) : handle;
-}
-
-// Does what is left on a stream, unseen by the program.
-void gpuless_settle(cudaStream_t handle) {
-  Turn turn;
-  Stream* stream = stream_of(handle);
-  if (stream && !stream->capture) finish_stream(stream);
-}
-
 // CuPy's pool hands out memory: whoever has it may use it once that stream has come to it, at once where it is new.
 void gpuless_take(void* pointer, size_t size, cudaStream_t handle, int device) {
   Turn turn;
