@@ -38,6 +38,8 @@ from gradengine.layout import GradientLayout, Span, refuse_no_layout
 from gradengine.reduction.reducer import Reducer, refuse_other_worker, whole
 from gradengine.reduction.stats import StepStats
 
+_SET_ONCE = {"layout", "accumulator", "micro_batches", "on_non_finite", "average"}
+
 
 @final
 class GradientEngine:
@@ -515,8 +517,9 @@ class GradientEngine:
         self._reducer.connect(exchange, tp_exchange)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what nothing would read, as in `engine.max_norm = 0.5`."""
-        if not (name.startswith("_") or name in {"layout", "accumulator"} or hasattr(type(self), name)):
+        """Refuse what nothing would read, as in `engine.max_norm = 0.5`, and all that is set once."""
+        is_fixed = name in self.__dict__ or name not in _SET_ONCE
+        if is_fixed and not (name.startswith("_") or hasattr(type(self), name)):
             raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
         super().__setattr__(name, value)
 
