@@ -129,8 +129,8 @@ def test_a_gpus_numbers_are_handed_on_where_they_lie_with_no_wait(monkeypatch):
 
     module = net()
     given = deferred(module, weights=[4.0], max_norm=0.05)
-    there = dataclasses.replace(given._decided.decision, inverse=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
-    result = dataclasses.replace(given, _decided=dataclasses.replace(given._decided, decision=there))
+    there = dataclasses.replace(given._decision, inverse=OnGpu(given.inverse_factor), skipped=OnGpu(0.0))
+    result = dataclasses.replace(given, _decision=there)
     optimizer, seen = torch.optim.AdamW(module.parameters(), fused=True), []
     optimizer.register_step_pre_hook(lambda own, *_: seen.extend((own.grad_scale, own.found_inf)))
     from_dlpack = gradients.from_dlpack

@@ -9,16 +9,8 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar, final
 
 from gradengine.accumulate.gradients import Gradients
-from gradengine.accumulate.state import Refusal
 from gradengine.accumulate.window import checked_weight, ordered_sum, weight_as_float
-from gradengine.arguments import (
-    as_number,
-    checked_rank,
-    iterated,
-    refuse_lacking,
-    said,
-    whole_number,
-)
+from gradengine.arguments import as_number, checked_rank, iterated, refuse_lacking, said, whole_number
 from gradengine.arrays.frameworks import is_torch
 from gradengine.arrays.host import host_buffer
 from gradengine.engine import GradientEngine
@@ -41,25 +33,20 @@ class Batch(Enum):
     FINISHED = "all is done"
 
 
-_UNFINISHED = Refusal(
-    "step {engine_step} of an earlier batch is not finished",
-    "{count} micro-batches in the window",
-    "none",
-    "run finish_step() again, or drop the batch by discard() on every rank",
-)
-_NO_BATCH = Refusal("there is no batch to finish", "{count} micro-batches in the window", do="{do}")
-_BROKE_OFF = Refusal(
-    "a batch stopped before all its micro-batches were added", "{count} micro-batches in the window", do="{do}"
-)
-_PERHAPS_APPLIED = Refusal(
-    "a batch was interrupted, or apply_gradients raised: step {step} may have changed the weights, here or elsewhere",
-    do="discard() it and load one checkpoint, on every rank",
+_UNFINISHED = "an earlier batch is not finished", "run finish_step() again, or discard() the batch on every rank"
+_PERHAPS_APPLIED = (
+    "a batch was interrupted, or apply_gradients raised: the weights may have changed, here or elsewhere",
+    "discard() it and load one checkpoint, on every rank",
 )
 
-#: Why each call is refused, and in which states. A batch that is ADDING or ADDED may have been dropped by the engine's
-#: own discard(); then another one can begin.
+#: Why each call is refused, in which states, and what to do. A batch that is ADDING or ADDED may have been dropped by
+#: the engine's own discard(); then another one can begin.
 _TRAIN_REFUSED = {Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
-_FINISH_REFUSED = {Batch.READY: _NO_BATCH, Batch.ADDING: _BROKE_OFF, Batch.APPLYING: _PERHAPS_APPLIED}
+_FINISH_REFUSED = {
+    Batch.READY: ("there is no batch to finish", "call train_batch() first"),
+    Batch.ADDING: ("a batch stopped before all its micro-batches were added", "discard() it on every rank"),
+    Batch.APPLYING: _PERHAPS_APPLIED,
+}
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
@@ -127,7 +114,10 @@ class DistributedTrainer:
     ) -> None:
         refuse_lacking("trainer", trainer, ("forward_backward", "apply_gradients"))
         self.trainer = trainer
-        self.max_steps, self.check_every, self.step = max_steps, check_every, 0
+        self.max_steps = None if max_steps is None else whole_number("max_steps", max_steps, 0)
+        self.check_every = whole_number("check_every", check_every, 0)
+        if check_every:
+            refuse_lacking("trainer", trainer, ("weights",))
         self._losses: list[tuple[float, float]] = []
         self._loss = 0.0
         self._batch = Batch.READY
@@ -135,34 +125,9 @@ class DistributedTrainer:
         self.engine = GradientEngine(layout, exchange=exchange, **options)
 
     @property
-    def max_steps(self) -> int | None:
-        """After so many steps `reached_max_steps` is True; may be set between batches."""
-        return self._max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int | None) -> None:
-        self._max_steps = None if value is None else whole_number("max_steps", value, 0)
-
-    @property
-    def check_every(self) -> int:
-        """Steps between two comparisons of the workers' weights, 0 for none; may be set between batches."""
-        return self._check_every
-
-    @check_every.setter
-    def check_every(self, value: int) -> None:
-        every = whole_number("check_every", value, 0)
-        if every and not hasattr(self.trainer, "weights"):
-            raise CallerError("check_every needs a trainer with weights()", got=every, expected="0, or weights()")
-        self._check_every = every
-
-    @property
     def step(self) -> int:
-        """Steps that were made; may be set between batches, as when training is resumed."""
-        return self._step_number
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._step_number = whole_number("step", value, 0)
+        """The engine's `current_step`: steps that were made. `engine.load_state_dict()` sets it."""
+        return self.engine.current_step
 
     @property
     def last_result(self) -> StepResult | None:
@@ -214,7 +179,7 @@ class DistributedTrainer:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
         self._ask(_TRAIN_REFUSED)
         if self.engine.has_open_window:
-            raise self._error(_UNFINISHED)
+            raise _refusal(_UNFINISHED)
         self._batch, self._losses = Batch.ADDING, []
         for micro_batch in batches:
             weight = self._weight(micro_batch)
@@ -244,35 +209,26 @@ class DistributedTrainer:
         self._ask(_FINISH_REFUSED)
         if self._batch is Batch.ADDED:
             self._loss = self._global_loss()  # a failure here leaves the step to be run again
-            self._step()
-            is_compared = self.check_every and (self.step + 1) % self.check_every == 0
-            self.step, self._batch = self.step + 1, Batch.APPLIED if is_compared else Batch.FINISHED
+            self._batch = Batch.APPLYING
+            try:
+                result = self._last_result = self.engine.step(partial=True)
+            except GradientError:
+                self._batch = Batch.ADDED
+                raise
+            if not result.skipped:
+                self.trainer.apply_gradients(result.gradients)
+            is_compared = self.check_every and self.step % self.check_every == 0
+            self._batch = Batch.APPLIED if is_compared else Batch.FINISHED
         return self._compare_weights() if self._batch is Batch.APPLIED else self._loss
-
-    def _step(self) -> None:
-        self._batch = Batch.APPLYING
-        try:
-            result = self._last_result = self.engine.step(partial=True)
-        except GradientError:
-            self._batch = Batch.ADDED
-            raise
-        if not result.skipped:
-            self.trainer.apply_gradients(result.gradients)
 
     def discard(self) -> None:
         """Drop an unfinished batch, as `GradientEngine.discard`: on every rank, or the ranks' weights will differ."""
         self.engine.discard()
         self._batch = Batch.READY
 
-    def _ask(self, refused: Mapping[Batch, Refusal]) -> None:
+    def _ask(self, refused: Mapping[Batch, tuple[str, str]]) -> None:
         if self._batch in refused:
-            raise self._error(refused[self._batch])
-
-    def _error(self, refusal: Refusal) -> WindowError:
-        engine = self.engine
-        do = "discard() it on every rank, and train_batch() again" if engine.has_open_window else "train_batch() first"
-        count = engine.accumulator.accumulated_count
-        return refusal.error({"engine_step": engine.current_step, "step": self.step, "count": count, "do": do})
+            raise _refusal(refused[self._batch])
 
     def _add(self, micro_batch: object, weight: float) -> float:
         answer = self.trainer.forward_backward(micro_batch)
@@ -321,6 +277,11 @@ class DistributedTrainer:
                     do="start all workers from the same weights, and apply nothing but the gradients handed back",
                 )
         return self._loss
+
+
+def _refusal(texts: tuple[str, str]) -> WindowError:
+    what, do = texts
+    return WindowError(what, do=do)
 
 
 def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
