@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, final
 
 from gradengine.accumulate.gradients import Gradients, in_slot_order
@@ -121,12 +120,10 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         result, self._result = self._result, None  # until the graph is whole
         try:
-            self._graph.__exit__(kind, fault, trace)  # an interrupt of this leaves the rest to the engine's discard()
+            self._graph.__exit__(kind, None, None)  # an interrupt of this leaves the rest to the engine's discard()
         except Exception:
             self._end()
             raise
@@ -162,7 +159,7 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
 
     def abandon(self) -> None:
         """Stop recording; nothing of the graph is kept."""
-        self.__exit__(KeyboardInterrupt, None, None)
+        self.__exit__(KeyboardInterrupt)
 
 
 def _refuse_moved(names: Sequence[str], now: Sequence[int], recorded: Sequence[int]) -> None:

@@ -11,25 +11,17 @@ from gradengine.accumulate.destinations import handed_back
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.accumulate.state import Call, State
 from gradengine.accumulate.window import checked_weight, weighs_nothing, weight_as_float
-from gradengine.arguments import said, truth_value
+from gradengine.arguments import said, truth_value, whole_number
 from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
+from gradengine.engine import settings
 from gradengine.engine.capture import CapturedWindow, refuse_other_graph
 from gradengine.engine.checkpoint import loaded_state, saved_state
-from gradengine.engine.loss_scaling import LossScaling, checked_scale
+from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import in_range
 from gradengine.engine.result import DeferredErrors, StepResult
-from gradengine.engine.settings import (
-    Average,
-    OnNonFinite,
-    checked_settings,
-    is_last,
-    refuse_bad_exchanges,
-    refuse_lone_part,
-    refuse_short,
-    shared_settings,
-)
+from gradengine.engine.settings import Average, OnNonFinite
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, not_copied
 from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
@@ -109,18 +101,19 @@ class GradientEngine:
         tp_exchange: Exchange | None = None,
     ) -> None:
         refuse_no_layout(layout)
-        refuse_bad_exchanges(exchange, tp_exchange)
+        settings.refuse_bad_exchanges(exchange, tp_exchange)
         self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
-        self.micro_batches = checked_settings(on_non_finite, average, micro_batches)
-        loss_scale = checked_scale(loss_scale, on_non_finite)
+        shared = settings.shared_settings(self._plan, on_non_finite, average, loss_scale)
+        self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
+        if not isinstance(loss_scale, DynamicLossScale):
+            loss_scale = checked_loss_scale(loss_scale)
         if tp_exchange is None:
-            refuse_lone_part(layout, self._plan, on_non_finite)
+            settings.refuse_lone_part(layout, self._plan, on_non_finite)
         self.layout, self.on_non_finite, self.average = layout, on_non_finite, average
         is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
-        shared = shared_settings(self._plan, on_non_finite, average, loss_scale)
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=self._plan)
         readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
         raises = on_non_finite == "raise"
@@ -177,12 +170,12 @@ class GradientEngine:
     @property
     def rank(self) -> int:
         """This worker's rank; 0 without an exchange."""
-        return self.exchange.rank if self.exchange else 0
+        return self._reducer.worker[0]
 
     @property
     def world_size(self) -> int:
         """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
-        return self.exchange.world_size if self.exchange else 1
+        return self._reducer.worker[1]
 
     @in_range
     @whole
@@ -202,7 +195,7 @@ class GradientEngine:
                 full window, or an earlier step that failed or is broken.
         """
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
-        ends = is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)
+        ends = settings.is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)
         if gradients is None:
             if weight_as_float(weight) != 0:
                 raise weighs_nothing(weight)
@@ -248,7 +241,7 @@ class GradientEngine:
         self, span: Span, add: Callable[..., None], gradients: Gradients, last: bool, prefix: str = ""
     ) -> None:
         self._ask(Call.ADD_PART)
-        is_last(self.micro_batches, f"the window of {span.called}", self.accumulator.count_of(span))
+        settings.is_last(self.micro_batches, f"the window of {span.called}", self.accumulator.count_of(span))
         add(measure=last and self._reducer.is_only_worker)
         if self._captures:
             self._captures[0].keep(span.slots, gradients, prefix)
@@ -274,7 +267,7 @@ class GradientEngine:
             5.0
         """
         self._ask(Call.BEGIN)
-        is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)  # before backward runs
+        settings.is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)  # before backward runs
         last = None if last is None else truth_value("last", last)
         kept = float(checked_weight(weight))
         return MicroBatch(self._reducer, self.micro_batches, kept, last)
@@ -327,7 +320,7 @@ class GradientEngine:
         accumulator, reducer, state = self.accumulator, self._reducer, self._state
         arrays = None if out is None else in_slot_order(self.layout.slots, out, "out")
         destinations = None if arrays is None else accumulator.destinations.of(arrays)
-        refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
+        settings.refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             if reducer.agreed is not None:
                 self.loss_scale = loss_scale
@@ -513,7 +506,7 @@ class GradientEngine:
             HandshakeRefused, PeerLost: The workers could not form a group, differ in settings, or are at different
                 steps; or the window is lost, on all ranks alike.
         """
-        refuse_bad_exchanges(exchange, tp_exchange)
+        settings.refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)
 
     def __setattr__(self, name: str, value: object) -> None:

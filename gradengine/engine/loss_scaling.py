@@ -28,12 +28,9 @@ class LossScaling:
 
     def __init__(self, scale: float | DynamicLossScale, accumulator: PerBlockGradientAccumulator) -> None:
         self._is_on_gpu, self._state = accumulator.kernels.device.name != "cpu", accumulator.state
-        self.dynamic: LossScale | None = None
-        self._number = 1.0
-        if isinstance(scale, DynamicLossScale):
-            self.dynamic = accumulator.kernels.loss_scale(accumulator.arena, scale)
-        else:
-            self._number = scale
+        rule = scale if isinstance(scale, DynamicLossScale) else None
+        self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
+        self._number = 1.0 if isinstance(scale, DynamicLossScale) else scale
 
     @property
     def value(self) -> Any:
@@ -81,16 +78,6 @@ class LossScaling:
             self._number = scale
         else:
             self.dynamic.write(np.float32(scale), tracker)
-
-
-def checked_scale(scale: float | DynamicLossScale, on_non_finite: str) -> float | DynamicLossScale:
-    """Return an engine's `loss_scale`; raises `CallerError` for one that is out of range, or needs skipped steps."""
-    if not isinstance(scale, DynamicLossScale):
-        return checked_loss_scale(scale)
-    if on_non_finite != "skip":
-        got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
-        raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
-    return scale
 
 
 def checked_loss_scale(value: float) -> float:

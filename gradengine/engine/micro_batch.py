@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, final
 
 from gradengine.accumulate.groups import Noted
@@ -66,12 +65,9 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             WindowError: As `GradientEngine.micro_batch`; or the micro-batch's weight is not 1.
         """
         if self._weight != 1:
-            raise WindowError(
-                "a layer that adds to the arena itself multiplies by no weight",
-                got=f"weight {self._weight}",
-                expected="1",
-                do='scale the loss, and build the engine with average="prescaled"',
-            )
+            what = "a layer that adds to the arena itself multiplies by no weight"
+            do = 'scale the loss, and build the engine with average="prescaled"'
+            raise WindowError(what, got=f"weight {self._weight}", expected="1", do=do)
         if not self._is_coming:
             self._begin()
         self._accumulator.flush(self._layout.slots)
@@ -171,9 +167,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         if is_coming and (self._accumulator.state.now is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.end()
         else:

@@ -24,12 +24,6 @@ from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 from gradengine.reduction.stats import StepStats
 
-_SHOWN = (
-    *("norm", "scale", "factor", "inverse_factor", "weight", "micro_batches", "unused", "skipped"),
-    *("group_norms", "group_scales", "block_norms", "component_norms", "deferred", "step"),
-)
-
-
 _PAYLOAD = (1 << 51) - 1  # of a NaN
 _OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
 
@@ -244,7 +238,7 @@ class StepResult:
             raise copy.copy(self._non_finite)  # a copy: else the result would keep the caller's traceback
 
     def __repr__(self) -> str:
-        return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
+        return f"StepResult(step={self.step}, deferred={self.deferred}, {self.metrics()})"
 
     def of_replay(self, step: int) -> StepResult:
         """A result of another step, with this result's arrays: a graph's replay writes the same memory."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias
 
-from gradengine.arguments import refuse_unknown, whole_number
+from gradengine.arguments import refuse_unknown
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.loss_scale import DynamicLossScale
@@ -18,22 +18,25 @@ OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
 
-def checked_settings(on_non_finite: object, average: object, micro_batches: int | None) -> int | None:
-    """Return `micro_batches` as a plain integer, if it is known; raises `CallerError` for a bad setting."""
+def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> dict[str, str]:
+    """Return the settings that must be the same on all workers, who compare them when they join.
+
+    Raises:
+        CallerError: A setting is not one of the known words, or a dynamic loss scale lacks the steps that are skipped.
+    """
     refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "propagate"))
     do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
     refuse_unknown("average", average, ("weighted", "per_worker", "prescaled"), do=do)
-    return None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
-
-
-def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> dict[str, str]:
-    """Return the settings that must be the same on all workers, who compare them when they join."""
+    is_dynamic = isinstance(loss_scale, DynamicLossScale)
+    if is_dynamic and on_non_finite != "skip":
+        got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
+        raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
     return {
         "max_norm": repr(plan.max_norms),
         "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
         "average": average,
         "on_non_finite": on_non_finite,
-        "loss_scale": f"by {loss_scale}" if isinstance(loss_scale, DynamicLossScale) else "a number",
+        "loss_scale": f"by {loss_scale}" if is_dynamic else "a number",
     }
 
 

@@ -263,19 +263,16 @@ class DistributedTrainer:
         return ordered_sum(loss for loss, weight in sums if weight) / total if total else math.nan
 
     def _compare_weights(self) -> float:
-        digests = []
+        told = []
         if self.engine.exchange is not None:
             mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
-            digests = self.engine.all_gather_object(f"digest of weights after step {self.step}", mine)
+            told = self.engine.all_gather_object(f"digest of weights after step {self.step}", mine)
         self._batch = Batch.FINISHED
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise ExchangeError(
-                    f"weights of rank {rank} differ from rank 0's after step {self.step}",
-                    got=digest,
-                    expected=digests[0],
-                    do="start all workers from the same weights, and apply nothing but the gradients handed back",
-                )
+        for rank, digest in enumerate(told):
+            if digest != told[0]:
+                what = f"weights of rank {rank} differ from rank 0's after step {self.step}"
+                do = "start all workers from the same weights, and apply nothing but the gradients handed back"
+                raise ExchangeError(what, got=digest, expected=told[0], do=do)
         return self._loss
 
 
