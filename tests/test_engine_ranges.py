@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 
 from gradengine.engine.ranges import in_range
-from gradengine.errors import DeviceUnavailable
 
 
 class Call:
@@ -58,5 +57,5 @@ def test_it_needs_cupy(monkeypatch):
     monkeypatch.setenv("GRADENGINE_NVTX", "1")
     monkeypatch.setitem(sys.modules, "cupyx.profiler", None)
     add = in_range(Call.add)
-    with pytest.raises(DeviceUnavailable, match="GRADENGINE_NVTX=1 needs CuPy"):
+    with pytest.raises(ImportError, match="cupyx"):
         add(Call())

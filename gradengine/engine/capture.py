@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -13,7 +13,7 @@ from gradengine.arguments import truth_value
 from gradengine.arrays.buffer import RawBuffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.engine.ranges import in_range
-from gradengine.engine.result import DeferredErrors, StepResult
+from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.errors import BufferRefused, CallerError, WindowError
 from gradengine.kernels import Destinations, Device, Graph, producers_of
 from gradengine.layout import Slot
@@ -40,12 +40,7 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
     # Not a generator: an interrupted generator would go on recording until its traceback is freed.
 
     def __init__(
-        self,
-        graph: Graph,
-        reducer: Reducer,
-        late: DeferredErrors,
-        observers: Mapping[object, Callable[[StepResult], object]],
-        captures: list[CapturedWindow],
+        self, graph: Graph, reducer: Reducer, late: DeferredErrors, observers: Observers, captures: list[CapturedWindow]
     ) -> None:
         self._graph, self._reducer, self._late, self._observers = graph, reducer, late, observers
         self._captures = captures  # the engine's: holds this object while it records
@@ -177,12 +172,9 @@ def _refuse_moved(names: Sequence[str], now: Sequence[int], recorded: Sequence[i
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
     """Raise `CallerError` unless the current stream records a graph if, and only if, the engine does."""
     if device.is_capturing() != is_recording:
-        raise CallerError(
-            "the current stream is not the one that is captured"
-            if is_recording
-            else "the current stream records a graph that this engine did not begin",
-            do="use this engine's capture(), on the stream of its `with`; after an interrupt of that, discard()",
-        )
+        captured, other = "is not the one that is captured", "records a graph that this engine did not begin"
+        do = "use this engine's capture(), on the stream of its `with`; after an interrupt of that, discard()"
+        raise CallerError(f"the current stream {captured if is_recording else other}", do=do)
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:

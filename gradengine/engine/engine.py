@@ -20,7 +20,7 @@ from gradengine.engine.checkpoint import loaded_state, saved_state
 from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import in_range
-from gradengine.engine.result import DeferredErrors, StepResult
+from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, not_copied
 from gradengine.exchange.exchange import Exchange
@@ -120,7 +120,7 @@ class GradientEngine:
         self._late = None if readback is None else DeferredErrors(readback, layout, raises=raises)  # on a GPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
         self._captures: list[CapturedWindow] = []  # the one that records now, if any
-        self._observers: dict[object, Callable[[StepResult], object]] = {}
+        self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), self._plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -322,10 +322,7 @@ class GradientEngine:
         destinations = None if arrays is None else accumulator.destinations.of(arrays)
         settings.refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
-            if reducer.agreed is not None:
-                self.loss_scale = loss_scale
-            else:
-                self._scaling.replace(loss_scale)
+            self._scaling.set(loss_scale, None if reducer.agreed is None else reducer.facts)
         step = reducer.step
         try:
             stats, decision, non_finite, used_scale = self._decide(step)

@@ -37,20 +37,21 @@ class LossScaling:
         """The factor of the open window's loss."""
         return self._number if self.dynamic is None else self.dynamic.value
 
-    def set(self, value: float, facts: Callable[[], Facts]) -> None:
-        """Set the next window's number; raises if a window is open, the number out of range, or the scale dynamic."""
+    def set(self, value: float, facts: Callable[[], Facts] | None) -> None:
+        """Set the number; with `facts` that of the next window, for a refusal if a window is open.
+
+        Raises:
+            WindowError: A window is open.
+            CallerError: The number is out of range, or the scale is a dynamic one.
+        """
+        if self.dynamic is not None:
+            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
         scale = checked_loss_scale(value)
-        if scale != self._number and self.dynamic is None:
+        if facts is not None and scale != self._number:
             told = facts()
             change = f"{scale} after {told['count']} micro-batches of {self._number}"
             self._state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
-        self.replace(value)
-
-    def replace(self, value: float) -> None:
-        """Set the open window's number, in whatever state; raises as `set` of a bad one."""
-        if self.dynamic is not None:
-            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
-        self._number = checked_loss_scale(value)
+        self._number = scale
 
     def known(self, reducer: Reducer) -> Scale:
         """Return the scale that the host divides by; workers compare it. It is (1, 0) if only the device has it."""

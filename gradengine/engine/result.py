@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -162,16 +162,15 @@ class StepResult:
         }
         if self._loss_scale is not None:
             found["loss_scale"] = float(self._loss_scale)
-        groups = self.group_norms if len(self._group_names) > 1 else {}
-        parts: dict[str, Any] = {}
+        if len(self._group_names) > 1:
+            found |= {f"group_norm/{name}": float(norm) for name, norm in self.group_norms.items()}
         if blocks:
             layout = self._accumulator.layout
-            names = [block.name for block in layout.blocks]
             norms = zip(layout.slots, self.component_norms, strict=True)
-            parts = dict(zip(names, self.block_norms, strict=True))
+            parts = dict(zip([block.name for block in layout.blocks], self.block_norms, strict=True))
             parts |= {slot.name: norm for slot, norm in norms if slot.block is None}
-        found |= {f"group_norm/{name}": float(norm) for name, norm in groups.items()}
-        return found | {f"grad_norm/{name}": float(norm) for name, norm in parts.items()}
+            found |= {f"grad_norm/{name}": float(norm) for name, norm in parts.items()}
+        return found
 
     @property
     def is_current(self) -> bool:
@@ -249,6 +248,10 @@ class StepResult:
         """This result, once the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
         return self
+
+
+#: The functions of `GradientEngine.on_step`, each by a key of its own.
+Observers: TypeAlias = dict[object, Callable[[StepResult], object]]
 
 
 @final

@@ -29,23 +29,17 @@ class Batch(Enum):
     ADDING = "its micro-batches are added"
     ADDED = "all micro-batches are in, and the step is to be made"
     APPLYING = "the step or apply_gradients runs, or was interrupted: only its caller knows what became of the weights"
-    APPLIED = "the weights are to be compared"
-    FINISHED = "all is done"
+    FINISHED = "the weights are updated"
 
 
-_UNFINISHED = "an earlier batch is not finished", "run finish_step() again, or discard() the batch on every rank"
-_PERHAPS_APPLIED = (
-    "a batch was interrupted, or apply_gradients raised: the weights may have changed, here or elsewhere",
-    "discard() it and load one checkpoint, on every rank",
-)
-
-#: Why each call is refused, in which states, and what to do. A batch that is ADDING or ADDED may have been dropped by
-#: the engine's own discard(); then another one can begin.
-_TRAIN_REFUSED = {Batch.APPLYING: _PERHAPS_APPLIED, Batch.APPLIED: _UNFINISHED}
-_FINISH_REFUSED = {
+#: Why `finish_step` is refused, in which states, and what to do.
+_REFUSED = {
     Batch.READY: ("there is no batch to finish", "call train_batch() first"),
     Batch.ADDING: ("a batch stopped before all its micro-batches were added", "discard() it on every rank"),
-    Batch.APPLYING: _PERHAPS_APPLIED,
+    Batch.APPLYING: (
+        "a batch was interrupted, or apply_gradients raised: the weights may have changed, here or elsewhere",
+        "discard() it and load one checkpoint, on every rank",
+    ),
 }
 
 
@@ -172,14 +166,16 @@ class DistributedTrainer:
                 not been added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; `finish_step()` runs
                 it again.
-            ExchangeError: The workers' weights differ.
+            ExchangeError: The workers' weights differ. The batch is finished, also if they could not be compared.
         """
         batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
-        self._ask(_TRAIN_REFUSED)
-        if self.engine.has_open_window:
-            raise _refusal(_UNFINISHED)
+        if self._batch is Batch.APPLYING:
+            raise _refusal(self._batch)
+        if self.engine.has_open_window:  # not of one that the engine's own discard() has dropped
+            do = "run finish_step() again, or discard() the batch on every rank"
+            raise WindowError("an earlier batch is not finished", do=do)
         self._batch, self._losses = Batch.ADDING, []
         for micro_batch in batches:
             weight = self._weight(micro_batch)
@@ -206,7 +202,8 @@ class DistributedTrainer:
             WindowError: There is no batch to finish, or one that stopped before all was added, or was interrupted.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
-        self._ask(_FINISH_REFUSED)
+        if self._batch in _REFUSED:
+            raise _refusal(self._batch)
         if self._batch is Batch.ADDED:
             self._loss = self._global_loss()  # a failure here leaves the step to be run again
             self._batch = Batch.APPLYING
@@ -217,18 +214,15 @@ class DistributedTrainer:
                 raise
             if not result.skipped:
                 self.trainer.apply_gradients(result.gradients)
-            is_compared = self.check_every and self.step % self.check_every == 0
-            self._batch = Batch.APPLIED if is_compared else Batch.FINISHED
-        return self._compare_weights() if self._batch is Batch.APPLIED else self._loss
+            self._batch = Batch.FINISHED
+            if self.check_every and self.step % self.check_every == 0:
+                self._refuse_other_weights()
+        return self._loss
 
     def discard(self) -> None:
         """Drop an unfinished batch, as `GradientEngine.discard`: on every rank, or the ranks' weights will differ."""
         self.engine.discard()
         self._batch = Batch.READY
-
-    def _ask(self, refused: Mapping[Batch, tuple[str, str]]) -> None:
-        if self._batch in refused:
-            raise _refusal(refused[self._batch])
 
     def _add(self, micro_batch: object, weight: float) -> float:
         answer = self.trainer.forward_backward(micro_batch)
@@ -262,22 +256,20 @@ class DistributedTrainer:
         total = ordered_sum(weight for _, weight in sums)
         return ordered_sum(loss for loss, weight in sums if weight) / total if total else math.nan
 
-    def _compare_weights(self) -> float:
-        told = []
-        if self.engine.exchange is not None:
-            mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
-            told = self.engine.all_gather_object(f"digest of weights after step {self.step}", mine)
-        self._batch = Batch.FINISHED
+    def _refuse_other_weights(self) -> None:
+        if self.engine.exchange is None:
+            return
+        mine = weights_digest(self.trainer.weights())  # type: ignore[attr-defined]
+        told = self.engine.all_gather_object(f"digest of weights after step {self.step}", mine)
         for rank, digest in enumerate(told):
             if digest != told[0]:
                 what = f"weights of rank {rank} differ from rank 0's after step {self.step}"
                 do = "start all workers from the same weights, and apply nothing but the gradients handed back"
                 raise ExchangeError(what, got=digest, expected=told[0], do=do)
-        return self._loss
 
 
-def _refusal(texts: tuple[str, str]) -> WindowError:
-    what, do = texts
+def _refusal(batch: Batch) -> WindowError:
+    what, do = _REFUSED[batch]
     return WindowError(what, do=do)
 
 
