@@ -96,8 +96,8 @@ def finalise(kernels, targets, partials, plan, divisor, **options):
 
 
 def hand_back(kernels, sources, decision, groups, destinations):
-    memory = getattr(decision, "memory", None)
-    partials = None if memory is None else _Ordered(memory.order, tuple(source.size for source in sources))
+    order = getattr(decision, "order", None)
+    partials = None if order is None else _Ordered(order, tuple(source.size for source in sources))
     arena = arena_of(kernels, sources, partials, is_ours=False)
     plan = ClipPlan(tuple(groups), (1.0,) * (1 + max(groups, default=0)))
     kernels.hand_back(arena, decision, plan, None if sources is destinations else Destinations(enumerate(destinations)))
@@ -112,4 +112,4 @@ class _Ordered:
 
 def status_of(decision):
     """What K2 found, on the host; waits for the device."""
-    return decision.memory.read()
+    return decision.read()

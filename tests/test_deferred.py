@@ -1,7 +1,5 @@
 """Verdicts that come late: each bad step is told once, in whatever order word of it comes, and no window is lost."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from devices import all_on_host, bits_of, number_of, put_all, synchronize
@@ -16,7 +14,7 @@ LAYOUT = GradientLayout.of({"w": (4,), "head": (2,)})
 
 
 def verdict(step, bad_steps=0, bad_step=0, component=0, index=0):
-    return StepStatus(step, 1.0, 1.0, 1.0, False, bad_steps, bad_step, component, index, float("inf"), 1)
+    return StepStatus(1.0, step, bad_step, bad_steps, component, index, 1, bad_value=float("inf"))
 
 
 class Device:
@@ -143,8 +141,8 @@ FAULTS = {
 def test_what_makes_no_divisor_is_told_once_whatever_is_done_with_values(device_said, fault, raises):
     late, (kind, words) = DeferredErrors(device_said, LAYOUT, raises=raises), FAULTS[fault]
     weight = -3.0 if fault is None else float(np.uint64(0x7FF8 << 48 | fault).view(np.float64))
-    bad = replace(verdict(2), bad_weights=1, bad_weight_step=2, bad_weight=weight)
-    device_said.arrived, device_said.now = [verdict(1), bad, replace(bad, step=3)], replace(bad, step=3)
+    bad = verdict(2)._replace(bad_weights=1, bad_weight_step=2, bad_weight=weight)
+    device_said.arrived, device_said.now = [verdict(1), bad, bad._replace(step=3)], bad._replace(step=3)
     late.raise_pending()
     with pytest.raises(kind, match=words):
         late.raise_pending()

@@ -18,7 +18,7 @@ from folds import finalise, status_of
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import ClipPlan
-from gradengine.kernels.launch import _ROW, Entry, Tables
+from gradengine.kernels.launch import _ROW, _rows_of, entries_of
 from gradengine.kernels.operands import OVERWRITE, tagged
 
 CHUNK = 32768
@@ -97,7 +97,7 @@ def test_chunks_of_8_billion_elements_are_accumulated_where_they_lie(kernels, fa
     before = {chunk: chunk_of(arena, "float32", start, stop) for chunk, start, stop, *_ in stretches()}
     edges = {chunk: chunk_of(arena, "float32", first, last) for chunk, _, _, first, last in stretches()}
     sums = sums_of_nothing(kernels)
-    table = kernels._launches.table([Entry(target.pointer, SIZE)], CHUNK)
+    table = kernels._launches.table(entries_of(target.pointer, [SIZE]), CHUNK)
     addresses = np.array([[tagged(source)] for _, _, source in given] + [[0], [0]], np.uint64)
     addresses[0] |= np.uint64(OVERWRITE if overwrite else 0)
     weights = [np.float32(w) for w in (0.3, 1, 1, 1)]
@@ -125,7 +125,7 @@ def test_chunks_of_8_billion_elements_are_measured_where_they_lie(kernels, far_m
     fill(elements, dtype)
     elements[2**33 + 7] = draw.storage_bits(np.array(np.nan, draw.DTYPES[dtype])).view(DTYPES[dtype].storage)[0]
     sums = sums_of_nothing(kernels)
-    table = only(kernels, kernels._launches.table([Entry(0, SIZE)], CHUNK), CHUNKS)
+    table = only(kernels, kernels._launches.table(entries_of(0, [SIZE]), CHUNK), CHUNKS)
     arguments = (np.int64(CHUNK), sums.values, sums.non_finite)
     kernels._launches.over(table, "measure", arguments, np.array([tagged(buffer)], np.uint64))
     squares, counts = sums.values.get(), sums.non_finite.get()
@@ -142,7 +142,7 @@ def test_chunks_of_8_billion_elements_are_handed_back_where_they_lie(kernels, fa
     elements, to_there = far_memory(destination, offset)
     head = -offset % (16 // DTYPES[destination].itemsize)
     fill(given, source, head)
-    table = kernels._launches.table([Entry(tagged(from_there), SIZE)], CHUNK)
+    table = kernels._launches.table(entries_of(tagged(from_there), [SIZE]), CHUNK)
     null = np.uint64(0)
     arguments = (np.int64(CHUNK), null, null, np.float32(0.3))
     where = np.array([tagged(to_there)], np.uint64)
@@ -192,12 +192,8 @@ def test_every_chunk_of_8_billion_elements_is_in_the_norm(kernels):
 
 
 def test_table_of_8_billion_elements_has_a_row_for_each_chunk():
-    kept = []
-    tables = Tables(lambda array: kept.append(array.copy()) or array, lambda *_: None)
-    table = tables.of([[Entry(0, 1), Entry(0, SIZE, 1), Entry(0, 5, 2)]], CHUNK)[0]
-    rows, targets = kept[0].view(_ROW), kept[1]
-    assert table.blocks == len(rows) == LAST + 3
+    entries = entries_of(0, [1, SIZE, 5], [0, 1, 2])
+    rows = _rows_of(entries, CHUNK)
     assert rows["entry"].tolist() == [0, *[1] * (LAST + 1), 2]
     assert rows["chunk"].tolist() == [0, *range(LAST + 1), 0]
-    assert targets.nbytes == 3 * 24
-    assert targets[24 + 8 : 24 + 16].view("<i8")[0] == SIZE
+    assert entries["size"].tolist() == [1, SIZE, 5]

@@ -2,8 +2,6 @@
 
 import ctypes
 import gc
-import sys
-import threading
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -22,7 +20,7 @@ from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan, launch, toolchain
 from gradengine.kernels.cuda import CudaPartialSums
 from gradengine.kernels.host import HostKernels
-from gradengine.kernels.launch import CAPACITIES, Entry, Tables, by_value, chunk_for
+from gradengine.kernels.launch import CAPACITIES, by_value, chunk_for, entries_of
 from gradengine.kernels.operands import OVERWRITE, tagged
 from gradengine.layout.slots import Span
 
@@ -159,7 +157,7 @@ class TestStreams:
         assert (emulated.get(target) == 3).all()
 
 
-entries = st.lists(st.integers(0, 9000).map(lambda size: Entry(64, size)), max_size=9)
+sizes = st.lists(st.integers(0, 9000), max_size=9)
 
 
 def device_memory(pointer, dtype):
@@ -191,48 +189,20 @@ class TestTagged:
         assert (address & ~(0xFF << 56), address >> 56, address & OVERWRITE) == (pointer, tag, 0)
 
 
-def let_go(events, memory):
-    """Of a table's memory: nothing here still reads it."""
-
-
-class TestTables:
-    @given(entries, st.sampled_from([2048, 4096]))
+class TestTable:
+    @given(sizes, st.sampled_from([2048, 4096]))
     def test_each_row_is_one_chunk_and_each_chunk_has_one_row(self, found, chunk):
-        table = Tables(Uploads(), let_go).of([found], chunk)[0]
-        expected = [(e, k) for e, entry in enumerate(found) for k in range(-(-entry.size // chunk))]
-        assert (table.entries, table.blocks, table.chunk) == (len(found), len(expected), chunk)
-        if expected:
-            assert table.rows.view(np.uint32).reshape(-1, 2).tolist() == [list(row) for row in expected]
+        expected = [(e, k) for e, size in enumerate(found) for k in range(-(-size // chunk))]
+        assert launch._rows_of(entries_of(64, found), chunk).tolist() == expected
 
-    def test_the_same_entries_are_copied_once(self):
-        uploads = Uploads()
-        made = Tables(uploads, let_go)
-        table = made.of([[Entry(64, 5), Entry(128, 7)]], 2048)[0]
-        assert len(uploads) == 2
-        assert made.of([[Entry(64, 5), Entry(128, 7)]], 2048)[0] is table
-        assert len(uploads) == 2
-        others = [made.of([[Entry(64, 5)]], 2048)[0], made.of([[Entry(64, 5), Entry(128, 7)]], 4096)[0]]
-        assert len({id(t) for t in (table, *others)}) == 3
-
-    def test_only_so_many_are_remembered_and_the_oldest_goes_first(self, monkeypatch):
-        """Destinations that move make new tables for ever."""
-        monkeypatch.setattr(launch, "_TABLES", 3)
-        uploads, dropped = Uploads(), []
-        made = Tables(uploads, lambda events, memory: dropped.append(memory))
-        for address in (64, 128, 192, 256, 320):
-            made.of([[Entry(address, 5)]], 2048)
-        assert (len(uploads), len(dropped)) == (10, 2)
-        for address in (192, 256, 320):
-            made.of([[Entry(address, 5)]], 2048)
-        assert len(uploads) == 10
-        made.of([[Entry(64, 5)]], 2048)
-        assert len(uploads) == 12
-
-    def test_nothing_is_copied_of_nothing(self):
-        uploads = Uploads()
-        table = Tables(uploads, let_go).of([[]], 2048)[0]
-        assert (table.blocks, table.rows, table.targets, uploads) == (0, None, None, [])
-        assert Tables(uploads, let_go).of([[Entry(0, 0)]], 2048)[0].rows is None
+    def test_the_same_entries_are_copied_once(self, emulated):
+        table = emulated.kernels._launches.table
+        made = [table(entries_of(64, sizes), chunk) for sizes, chunk in (([5, 7], 2048), ([5], 2048), ([5, 7], 4096))]
+        with cuda_emulator.recorded() as record:
+            assert table(entries_of([64, 64], [5, 7]), 2048) is made[0]
+        assert record.operations == record.allocations == []
+        assert len(set(map(id, made))) == 3
+        assert (made[0].entries, made[0].blocks, made[0].chunk) == (2, 2, 2048)
 
 
 READ_BACK = """
@@ -245,9 +215,8 @@ extern "C" __global__ void read_back(const Target* target, const Row* row, u64* 
 
 def test_the_kernels_read_what_is_written(device):
     xp = device.xp
-    table = Tables(xp.asarray, let_go).of(
-        [[Entry(7, 1), Entry(0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678)]], 2048
-    )[0]
+    entries = entries_of([7, 0x123456789ABCDEF0], [1, 3000], [0, 0x87654321], [0, 0x12345678])
+    table = device.kernels._launches.table(entries, 2048)
     module = xp.RawModule(code=toolchain.source("measure") + READ_BACK, options=("--std=c++17",))
     out = xp.zeros(8, np.uint64)
     with out.device:
@@ -275,30 +244,6 @@ class TestCudaPartialSums:
         monkeypatch.setattr(launch, "_WANTED_CHUNKS", 1)
         assert CudaPartialSums([5000], Uploads(), NoOrder()).chunk == 4096
         assert CudaPartialSums([5000, 5000], Uploads(), NoOrder()).chunk == 8192
-
-
-def test_threads_share_tables():
-    """Engines of one device do, and more tables are made than are remembered."""
-    made, faults = Tables(lambda array: array, let_go), []
-
-    def make(first):
-        try:
-            for size in range(first, first + 1000):
-                assert made.of([[Entry(0, size)]], 2048)[0].entries == 1
-        except Exception as fault:
-            faults.append(fault)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=make, args=(1 + 10_000 * k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(interval)
-    assert faults == []
 
 
 MANY = CAPACITIES["small"] + 1

@@ -1,6 +1,7 @@
 """Work on several streams and in several threads: it is ordered by events, or refused, never left to chance."""
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from devices import churned, named_cuda, on_host, put_all, raw, synchronize
 from emulated_torch import copy_on
-from folds import arena_of_sums, finalise, hand_back, measure
 from ranks import on_ranks
 
 from gradengine import (
@@ -25,8 +25,8 @@ from gradengine import (
 )
 from gradengine.accumulate.gpu import GpuGradientAccumulator
 from gradengine.errors import CallerError
-from gradengine.kernels import ClipPlan, launch
-from gradengine.kernels.launch import Entry, chunk_for
+from gradengine.kernels import launch
+from gradengine.kernels.launch import chunk_for, entries_of
 from gradengine.kernels.streams import StreamOrder
 
 LAYOUT = GradientLayout.of({"layers.0.w": (5000,), "head": (7,)})
@@ -615,39 +615,22 @@ class TestDropped:
         for array in (*first, *last):
             assert on_host(array) == pytest.approx(1 / NORM, rel=1e-6)
 
-    def test_a_plan(self, device):
-        """More plans than are remembered, each of which the last stream's work still reads."""
-        kernels = device.kernels
-        state, stream = kernels.partial_sums([4]), stream_on(device)
-        buffers = [device.buffer(np.full(4, 8, np.float32)) for _ in range(20)]
-        synchronize(device)
-        for number, buffer in enumerate(buffers):
-            plan = ClipPlan((0,), (1.0, float(number)))
-            with taken_by_others(device):
-                kernels.decision(arena_of_sums(state), plan)
-            with kernels.device.on(stream):
-                measure(kernels, [buffer], state)
-                decision = finalise(kernels, None, state, plan, 1.0, zero_if_bad=False)
-                hand_back(kernels, [buffer], decision, [0], [buffer])
-        synchronize(device)
-        assert all((device.get(buffer).view(np.float32) == 0.5).all() for buffer in buffers)
-
     @pytest.mark.usefixtures("lazy")
     @pytest.mark.parametrize("is_read_elsewhere", [False, True])
     def test_a_table(self, device, monkeypatch, is_read_elsewhere):
         """Destinations that move make a table each; those that are forgotten may still be read, by another stream."""
-        monkeypatch.setattr(launch, "_TABLES", 1)
         kernels, stream = device.kernels, stream_on(device)
+        monkeypatch.setattr(kernels._launches, "_table_of", functools.lru_cache(1)(kernels._launches._made))
         sources = [device.buffer(np.full(3000 + number, 8, np.float32)) for number in range(12)]
         synchronize(device)
         makes, reads = (None, stream) if is_read_elsewhere else (stream, None)
         for source in sources:
             with kernels.device.on(makes):
-                kernels._launches.table([Entry(0, source.size, 0, 0)], chunk_for(source.size))
+                kernels._launches.table(entries_of(0, [source.size]), chunk_for(source.size))
             with kernels.device.on(reads):
                 kernels.scale([source], np.float32(0.5), [source])
             with taken_by_others(device, *([] if is_read_elsewhere else [stream])), kernels.device.on(makes):
-                kernels._launches.table([Entry(0, 1, 0, 0)], 2048)
+                kernels._launches.table(entries_of(0, [1]), 2048)
         synchronize(device)
         assert all((device.get(source).view(np.float32) == 4).all() for source in sources)
 

@@ -5,27 +5,31 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
+from gradengine.arrays.streams import ProducerStream
 from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.launch import FINALISE_THREADS, Entry, Launches, Table, chunk_for
+from gradengine.kernels.launch import FINALISE_THREADS, Launches, Table, chunk_for, entries_of
 from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
 from gradengine.kernels.operands import OVERWRITE, Destinations, FoldPass, producers_of, tagged
-from gradengine.kernels.status import DecisionMemory, DeviceDecision, StatusReadback
+from gradengine.kernels.status import DeviceDecision, StatusReadback, device_decision
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
 from gradengine.layout.slots import Span
 
 _NULL = np.uint64(0)  # a pointer to nothing, as wide as one
-_DECISIONS = 8  # plans of one set of sums that are remembered
 _SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
+
+# The operands of one launch of K3: a table of sources; tagged addresses of destinations; these, and their producers.
+_HandBack: TypeAlias = tuple[Table, npt.NDArray[np.uint64], Sequence[Buffer], AbstractSet[ProducerStream]]
 
 
 @final
@@ -38,7 +42,7 @@ class CudaPartialSums(PartialSums):
         super().__init__(sizes, order, chunk_for(sum(sizes)))
         self.values = upload(self.values)
         self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))
-        self.decisions: dict[Any, Any] = {}  # what K2 writes to, by clip plan
+        self.decisions: dict[Any, DeviceDecision] = {}  # by clip plan, of which an engine or a clip has one
         self.of_all: Table | None = None  # for measuring all of them, wherever they lie
         order.keep(self.values, self.non_finite, self.decisions)
 
@@ -67,7 +71,8 @@ class CudaKernels(Kernels):
 
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
         """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
-        self._prepare(arena, spans)
+        for span in spans:
+            self._table_of(arena, span)
         if plan is not None:
             self.decision(arena, plan)
             self._table_of_all(arena)
@@ -123,31 +128,20 @@ class CudaKernels(Kernels):
         loss_scale: LossScale | None = None,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
-        decision = self.decision(arena, plan)
-        memory, table = decision.memory, self._table_of_all(arena)
+        decision, table = self.decision(arena, plan), self._table_of_all(arena)
         arguments = (
             table.targets,
             np.uint32(table.entries),
             np.uint32(table.chunk.bit_length() - 1),
             *_partials(arena),
-            memory.segment_start,
-            memory.segment_member,
-            np.uint32(memory.segments),
-            np.uint32(memory.groups),
-            memory.max_norms,
+            *decision.segments,
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
             _NULL if weight is None else weight,
             *_scaling(loss_scale),
             np.uint32(zero_if_bad),
             np.uint64(step),
-            memory.totals,
-            memory.counts,
-            memory.component_norms,
-            memory.norms,
-            memory.scales,
-            memory.factors,
-            memory.record,
+            *decision.written,
         )
         with arena.in_order():
             self._launches.run("finalise", 1, FINALISE_THREADS, arguments)
@@ -158,15 +152,10 @@ class CudaKernels(Kernels):
         # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
         key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
         partials = _of_device(arena)
-        known, order = partials.decisions, partials.order
-        if key not in known:
-            while len(known) >= _DECISIONS:
-                with order.use():
-                    self.device.drop(known.pop(next(iter(known))))
-            known[key] = DecisionMemory(self.device.upload, plan, len(partials.sizes), order).decision()
-            order.keep()  # it is among what is kept, and of the stream that is current now
-        decision: DeviceDecision = known[key]
-        return decision
+        if key not in partials.decisions:
+            partials.decisions[key] = device_decision(self.device.upload, plan, len(partials.sizes), partials.order)
+            partials.order.keep()  # it is among what is kept, and of the stream that is current now
+        return partials.decisions[key]
 
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
@@ -174,9 +163,9 @@ class CudaKernels(Kernels):
         """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
         there = arena.in_place if destinations is None else destinations
         if isinstance(decision, DeviceDecision):
-            memory, work = decision.memory, self._hand_back_to(arena, plan, there)
+            work, factors = self._hand_back_to(arena, plan, there), (decision.all_factors, decision.skipped)
             with arena.in_order():
-                self._hand_back(work, (memory.factors, memory.field("skipped"), np.float32(1)))
+                self._hand_back(work, (*factors, np.float32(1)))
             return
         if decision.skipped:
             self.fill_zero(list(there.values()))
@@ -202,14 +191,14 @@ class CudaKernels(Kernels):
         """See `Kernels.first_non_finite`; waits for the device."""
         arena = self.arena([buffer], buffer)
         self.measure(arena)
-        status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).memory.read()
+        status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).read()
         return (status.bad_index, status.bad_value) if status.is_bad else None
 
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> DeviceLossScale:
         return DeviceLossScale(self.device, _of_device(arena).order, rule)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
-        return StatusReadback(self.device, self.decision(arena, plan).memory)
+        return StatusReadback(self.device, self.decision(arena, plan))
 
     def tally(self, told: Any, workers: int, sums: Any) -> None:
         """Add up what workers told each other of a step: see tally.cu; one launch of one thread.
@@ -225,19 +214,18 @@ class CudaKernels(Kernels):
 
     def _table_of(self, arena: Arena, slots: Span) -> Table:
         """K1's table for these targets."""
-        if slots not in arena.prepared:
-            self._prepare(arena, [slots])
-        table: Table = arena.prepared[slots]
+        table: Table | None = arena.prepared.get(slots)
+        if table is None:
+            targets = [arena.targets[position] for position in slots.positions]
+            first = [arena.partials.first[position] for position in slots.positions]
+            entries = entries_of(list(map(tagged, targets)), [target.size for target in targets], first)
+            table = arena.prepared[slots] = self._launches.table(entries, arena.partials.chunk)
         return table
-
-    def _prepare(self, arena: Arena, spans: Sequence[Span]) -> None:
-        targets, first = arena.targets, arena.partials.first
-        sets = [[Entry(tagged(targets[p]), targets[p].size, first[p]) for p in slots.positions] for slots in spans]
-        arena.prepared.update(zip(spans, self._launches.tables(sets, arena.partials.chunk), strict=True))
 
     def _table_to_measure(self, arena: Arena, positions: Sequence[int]) -> Table:
         partials = arena.partials
-        return self._launches.table([Entry(0, partials.sizes[p], partials.first[p]) for p in positions], partials.chunk)
+        sizes, first = [partials.sizes[p] for p in positions], [partials.first[p] for p in positions]
+        return self._launches.table(entries_of(0, sizes, first), partials.chunk)
 
     def _table_of_all(self, arena: Arena) -> Table:
         """The table of all targets; without addresses if K2 is not to search the targets for NaN and Inf."""
@@ -255,9 +243,11 @@ class CudaKernels(Kernels):
             (tagged(s), tagged(d), s.size, g) for s, d, g in zip(sources, destinations, groups, strict=True) if s.size
         ]
         # In place the address goes with the launch alone.
-        entries = [Entry(source if source != there else 0, size, 0, group) for source, there, size, group in wanted]
-        table = self._launches.table(entries, chunk_for(sum(entry.size for entry in entries)))
-        return _HandBack(table, np.array([there for _, there, *_ in wanted], np.uint64), destinations)
+        addresses = [source if source != there else 0 for source, there, *_ in wanted]
+        sizes = [size for _, _, size, _ in wanted]
+        entries = entries_of(addresses, sizes, groups=[group for *_, group in wanted])
+        where = np.array([there for _, there, *_ in wanted], np.uint64)
+        return self._launches.table(entries, chunk_for(sum(sizes))), where, destinations, producers_of(destinations)
 
     def _hand_back_to(self, arena: Arena, plan: ClipPlan, destinations: Destinations) -> _HandBack:
         """K3's launch to these destinations; made once, for destinations that are used again."""
@@ -270,18 +260,10 @@ class CudaKernels(Kernels):
         return remembered
 
     def _hand_back(self, work: _HandBack, factors: tuple[Any, ...]) -> None:
-        self._launches.over(work.table, "hand_back", (np.int64(work.table.chunk), *factors), work.where)
-        if work.producers:
-            self.device.give_back(work.producers, work.destinations)
-
-
-@final
-class _HandBack:
-    """The operands of one launch of K3: a table of sources, and destinations with their tagged addresses."""
-
-    def __init__(self, table: Table, where: npt.NDArray[np.uint64], destinations: Sequence[Buffer]) -> None:
-        self.table, self.where, self.destinations = table, where, destinations
-        self.producers = producers_of(destinations)
+        table, where, destinations, producers = work
+        self._launches.over(table, "hand_back", (np.int64(table.chunk), *factors), where)
+        if producers:
+            self.device.give_back(producers, destinations)
 
 
 @functools.cache

@@ -13,10 +13,8 @@ evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -31,7 +29,7 @@ _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
-_TABLES = 256  # remembered: an accumulator needs one for each block; destinations that move make new ones
+_TABLES = 256  # remembered: a window has one for each block; destinations that take turns make more
 _LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
 _SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
 _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
@@ -56,14 +54,18 @@ def chunk_for(size: int) -> int:
     return chunk
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One component of a launch; `address` is tagged, or 0 if each launch passes another."""
+def entries_of(addresses: Any, sizes: Sequence[int], first: Any = 0, groups: Any = 0) -> npt.NDArray[Any]:
+    """The entries of a launch, one for each size.
 
-    address: int
-    size: int
-    first: int = 0  # index of its first chunk's partial
-    group: int = 0  # which factor it is multiplied by
+    Args:
+        addresses: Tagged addresses; 0 if each launch passes another.
+        sizes: Elements.
+        first: Indices of the first chunks' partial sums.
+        groups: Which factors they are multiplied by.
+    """
+    entries = np.empty(len(sizes), _TARGET)
+    entries["address"], entries["size"], entries["first"], entries["group"] = addresses, sizes, first, groups
+    return entries
 
 
 @dataclass(frozen=True)
@@ -79,57 +81,12 @@ class Table:
     uses: dict[int, Any]  # events behind the work of other streams, by handle
 
 
-class Tables:
-    """The tables made so far, by content; `dropped` is called with their memory and events after its readers."""
-
-    def __init__(self, upload: Callable[[npt.NDArray[Any]], Any], dropped: Callable[[Any, Any], None]) -> None:
-        self._upload, self._dropped = upload, dropped
-        self._made: dict[tuple[int, tuple[Entry, ...]], Table] = {}
-        self._lock = threading.Lock()
-
-    def of(self, sets: Sequence[Sequence[Entry]], chunk: int, stream: int = 0) -> list[Table]:
-        """Make or find the tables of several sets of entries, in memory of the stream with that handle.
-
-        Those that are new go to the device together.
-        """
-        keys = [(chunk, tuple(entries)) for entries in sets]
-        with self._lock:  # engines in several threads share one device's tables
-            found = {key: self._made[key] for key in keys if key in self._made}
-            new = [key for key in dict.fromkeys(keys) if key not in found]
-            for key, table in zip(new, self._make([key[1] for key in new], chunk, stream), strict=True):
-                while len(self._made) >= _TABLES:
-                    self._made.pop(next(iter(self._made)))
-                found[key] = self._made[key] = table
-        return [found[key] for key in keys]
-
-    def _make(self, sets: Sequence[tuple[Entry, ...]], chunk: int, stream: int) -> list[Table]:
-        if not sets:
-            return []
-        targets = [np.array([(e.address, e.size, e.first, e.group) for e in entries], _TARGET) for entries in sets]
-        rows = [_rows_of(entries, chunk) for entries in sets]
-        made = [
-            Table(len(there), len(row), chunk, row_bytes, target_bytes, stream, {})
-            for there, row, row_bytes, target_bytes in zip(
-                targets, rows, self._uploaded(rows), self._uploaded(targets), strict=True
-            )
-        ]
-        for table in made:
-            weakref.finalize(table, self._dropped, table.uses.values(), (table.rows, table.targets)).atexit = False
-        return made
-
-    def _uploaded(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
-        """The bytes of each array on the device, in one copy; None for an empty one."""
-        whole = np.concatenate(arrays).view(np.uint8)
-        there: Any = self._upload(whole) if whole.size else None
-        stops = list(itertools.accumulate([array.nbytes for array in arrays]))
-        return [there[stop - a.nbytes : stop] if a.size else None for a, stop in zip(arrays, stops, strict=True)]
-
-
-def _rows_of(entries: Sequence[Entry], chunk: int) -> npt.NDArray[Any]:
-    chunks = [-(-entry.size // chunk) for entry in entries]
-    rows = np.empty(sum(chunks), _ROW)
+def _rows_of(entries: npt.NDArray[Any], chunk: int) -> npt.NDArray[Any]:
+    """A row for each chunk of each entry."""
+    chunks = -(-entries["size"] // chunk)
+    rows = np.empty(chunks.sum(), _ROW)
     rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
-    rows["chunk"] = np.concatenate([np.arange(count) for count in chunks]) if chunks else 0
+    rows["chunk"] = np.arange(len(rows)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
     return rows
 
 
@@ -175,15 +132,20 @@ class Launches:
             for name in names
             for size in ([""] if file in _SINGLE else sizes)
         }
-        self._tables = Tables(device.upload, device.kept.until)
+        self._table_of = functools.lru_cache(_TABLES)(self._made)
 
-    def table(self, entries: Sequence[Entry], chunk: int) -> Table:
-        """The table of these entries, made at the first call."""
-        return self.tables([entries], chunk)[0]
+    def table(self, entries: npt.NDArray[Any], chunk: int) -> Table:
+        """The table of these entries (see `entries_of`), copied to the device at the first call."""
+        return self._table_of(entries.tobytes(), chunk)
 
-    def tables(self, sets: Sequence[Sequence[Entry]], chunk: int) -> list[Table]:
-        """The tables of several sets of entries; those that are new go to the device in one copy."""
-        return self._tables.of(sets, chunk, self._device.giving_stream().ptr)
+    def _made(self, entries: bytes, chunk: int) -> Table:
+        device, targets = self._device, np.frombuffer(entries, _TARGET)
+        rows = _rows_of(targets, chunk)
+        memory = device.upload(np.concatenate([rows.view(np.uint8), targets.view(np.uint8)]))
+        there = memory[: rows.nbytes], memory[rows.nbytes :]
+        table = Table(len(targets), len(rows), chunk, *there, device.giving_stream().ptr, {})
+        weakref.finalize(table, device.kept.until, table.uses.values(), memory).atexit = False
+        return table
 
     def over(
         self,

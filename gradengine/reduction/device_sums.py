@@ -60,7 +60,7 @@ class DeviceSums:
         self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
         self._device = device = accumulator.kernels.device
         self._rank, self._ranks = exchange.rank, exchange.world_size
-        self._verdict = self._kernels.decision(accumulator.arena, plan).memory
+        self._verdict = self._kernels.decision(accumulator.arena, plan)
         shares = shares_of(accumulator.layout, self._ranks, self._ranks * exchange.bucket_bytes)
         self._ready = ReadyShares(accumulator.layout, shares)
         self.started = self._ready.started  # keys of the spans that were started in this step
@@ -203,7 +203,7 @@ class DeviceSums:
         device = self._device
         device.copied_into(self._mine, self._words)
         if device.is_capturing():  # a graph that is replayed counts by itself
-            device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("steps"))
+            device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
         self._gather()
         self._kernels.tally(self._told, self._ranks, self._sums)
 
