@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hostile_values import HOSTILE, refusal_of
 
-from gradengine.arrays.streams import NamedStream, UnknownStream, stream_handle
+from gradengine.arrays.streams import NamedStream, ProducerStream, stream_handle
 from gradengine.errors import CallerError
 
 
@@ -23,10 +23,10 @@ class TestProducerStreams:
 
     def test_two_names_of_the_default_stream(self):
         assert NamedStream(0) == NamedStream(1)
-        assert len({NamedStream(0), NamedStream(1), NamedStream(2), UnknownStream(), UnknownStream()}) == 3
+        assert len({NamedStream(0), NamedStream(1), NamedStream(2), ProducerStream(), ProducerStream()}) == 3
 
     def test_where_nobody_can_say(self):
-        assert UnknownStream().stream() is None
+        assert ProducerStream().stream() is None
         assert NamedStream(1).stream() == 0
 
 

@@ -18,7 +18,6 @@ from kernel_calls import everything, fold_of, numbers, sums_of
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import CallerError
 from gradengine.kernels import ClipPlan, launch, toolchain
-from gradengine.kernels.cuda import CudaPartialSums
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.launch import CAPACITIES, by_value, chunk_for, entries_of
 from gradengine.kernels.operands import OVERWRITE, tagged
@@ -164,14 +163,6 @@ def device_memory(pointer, dtype):
     return Buffer(pointer, 8, dtype, (8,), True, None, "cuda:0")
 
 
-class Uploads(list):
-    """Stands for the device: keeps what is copied there."""
-
-    def __call__(self, array):
-        self.append(array.copy())
-        return self[-1]
-
-
 class TestChunkFor:
     @given(st.integers(0, 2**40))
     def test_powers_of_two_within_limits(self, size):
@@ -224,26 +215,17 @@ def test_the_kernels_read_what_is_written(device):
     assert on_host(out).tolist() == [0x123456789ABCDEF0, 3000, 0x87654321, 0x12345678, 1, 0, 24, 8]
 
 
-class NoOrder:
-    """The order of work on memory that nothing works on."""
-
-    def keep(self, *memory):
-        pass
-
-
-class TestCudaPartialSums:
-    def test_each_chunk_has_its_place(self):
-        uploads = Uploads()
-        sums = CudaPartialSums([5000, 0, 1], uploads, NoOrder())
+class TestPartialSums:
+    def test_each_chunk_has_its_place(self, device):
+        sums = device.kernels.partial_sums([5000, 0, 1])
         assert (sums.chunk, sums.first, sums.counts) == (2048, [0, 3, 3], [3, 0, 1])
-        assert [array.dtype for array in uploads] == [np.float64, np.uint32]
-        assert np.isnan(sums.values).all()  # unmeasured can never pass
-        assert sums.non_finite.tolist() == [0] * 4
+        assert (sums.values.dtype, sums.non_finite.dtype) == (np.float64, np.uint32)
+        assert np.isnan(on_host(sums.values)).all()  # unmeasured can never pass
+        assert on_host(sums.non_finite).tolist() == [0] * 4
 
-    def test_the_chunk_depends_on_the_whole_set(self, monkeypatch):
+    def test_the_chunk_depends_on_the_whole_set(self, device, monkeypatch):
         monkeypatch.setattr(launch, "_WANTED_CHUNKS", 1)
-        assert CudaPartialSums([5000], Uploads(), NoOrder()).chunk == 4096
-        assert CudaPartialSums([5000, 5000], Uploads(), NoOrder()).chunk == 8192
+        assert [device.kernels.partial_sums([5000] * count).chunk for count in (1, 2)] == [4096, 8192]
 
 
 MANY = CAPACITIES["small"] + 1

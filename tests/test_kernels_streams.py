@@ -17,7 +17,8 @@ from producers import Producer
 
 from gradengine import GradientEngine, GradientLayout, clip_by_global_norm, elementwise
 from gradengine.accumulate.gpu import GpuGradientAccumulator
-from gradengine.arrays.streams import NamedStream, UnknownStream
+from gradengine.arrays import streams
+from gradengine.arrays.streams import NamedStream
 from gradengine.errors import BufferRefused, CallerError
 from gradengine.kernels import events
 from gradengine.kernels.cuda_device import CudaDevice
@@ -556,7 +557,7 @@ class TestSharedByThreads:
         device, names = StubDevice(), list(range(120))
         threads = [
             threading.Thread(
-                target=lambda mine=names[i::4]: [device.give_back([UnknownStream()], [Lent(n)]) for n in mine]
+                target=lambda mine=names[i::4]: [device.give_back([streams.ProducerStream()], [Lent(n)]) for n in mine]
             )
             for i in range(4)
         ]
@@ -568,17 +569,17 @@ class TestSharedByThreads:
 
     def test_what_comes_while_another_thread_asks_an_event_is_kept(self, monkeypatch):
         device = StubDevice()
-        device.give_back([UnknownStream()], [Lent("first")])
+        device.give_back([streams.ProducerStream()], [Lent("first")])
 
         def asked(_):
             monkeypatch.undo()
-            other = threading.Thread(target=device.give_back, args=([UnknownStream()], [Lent("meanwhile")]))
+            other = threading.Thread(target=device.give_back, args=([streams.ProducerStream()], [Lent("meanwhile")]))
             other.start()
             other.join(60)
             return False
 
         monkeypatch.setattr(StubEvent, "done", property(asked))
-        device.give_back([UnknownStream()], [Lent("last")])
+        device.give_back([streams.ProducerStream()], [Lent("last")])
         assert {lent.name for _, ((lent,), _), _ in device.kept._waiting} == {"first", "meanwhile", "last"}
 
     @pytest.mark.parametrize(
@@ -587,14 +588,14 @@ class TestSharedByThreads:
             lambda device: device.wait_for([]),
             lambda device: device.wait_for([NamedStream(7)]),
             lambda device: device.give_back([NamedStream(7)], None),
-            lambda device: device.give_back([UnknownStream()], [Lent("another")]),
+            lambda device: device.give_back([streams.ProducerStream()], [Lent("another")]),
         ],
         ids=["wait_for nobody", "wait_for", "give_back", "give_back what is kept"],
     )
     def test_whoever_calls_next_lets_go(self, call):
         device, lent = StubDevice(), Lent()
         reference = weakref.ref(lent)
-        device.give_back([UnknownStream()], [lent])
+        device.give_back([streams.ProducerStream()], [lent])
         del lent
         call(device)
         assert reference() is not None
@@ -610,7 +611,7 @@ def test_nothing_is_recorded_on_one_stream_and_nothing_kept_without_memory(emula
     with cuda_emulator.recorded() as record:
         device.wait_for([NamedStream(current.ptr)])
         device.give_back([NamedStream(current.ptr)], [Lent()])
-        device.give_back([UnknownStream()], None)
+        device.give_back([streams.ProducerStream()], None)
     assert record.operations == []
     assert not emulated.kernels.device.kept
 

@@ -28,7 +28,7 @@ from gradengine.arrays.frameworks import (
     torch_buffer,
     torch_device,
 )
-from gradengine.arrays.streams import NamedStream, UnknownStream
+from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.errors import BufferRefused
 
 _MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
@@ -74,7 +74,7 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     if is_torch(source):
         return torch_buffer(source, component, (device,))
     if isinstance(source, RawBuffer):
-        producer = UnknownStream() if source.stream is None else NamedStream(source.stream)
+        producer = ProducerStream() if source.stream is None else NamedStream(source.stream)
         return raw_view(source, component, device, producer)
     if hasattr(source, "__dlpack__"):
         if is_jax(source):
@@ -84,9 +84,9 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
                 what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"
                 raise BufferRefused(what, do="add it outside of a capture")
         devices = (device, device.replace("cuda", "cuda_managed"))
-        return dlpack_view(source, component, devices, stream, UnknownStream())
+        return dlpack_view(source, component, devices, stream, ProducerStream())
     if hasattr(source, "__cuda_array_interface__"):
-        return exported_view(_interface_of(source, component, device), component, device, UnknownStream(), source)
+        return exported_view(_interface_of(source, component, device), component, device, ProducerStream(), source)
     raise BufferRefused(
         f"component '{component}' is not an array on a GPU",
         got=type(source).__name__,

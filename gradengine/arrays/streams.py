@@ -5,7 +5,6 @@ Our stream waits for a known one before our work reads, and the known one for ou
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,12 +12,17 @@ from gradengine.arguments import MOST, as_index, said
 from gradengine.errors import CallerError
 
 
-class ProducerStream(ABC):
-    """The stream on which the producer of an array works; equal instances mean the same stream."""
+@dataclass(frozen=True)
+class ProducerStream:
+    """The stream on which the producer of an array works; equal instances mean the same stream.
 
-    @abstractmethod
+    This class itself stands for an unknown one, as of a DLPack producer: it ordered its work before ours when it
+    exported.
+    """
+
     def stream(self) -> int | None:
         """The stream's handle now; None if it is unknown: then the array is kept alive until our work is done."""
+        return None
 
 
 @final
@@ -34,15 +38,6 @@ class NamedStream(ProducerStream):
 
     def stream(self) -> int:
         return self.handle
-
-
-@final
-@dataclass(frozen=True)
-class UnknownStream(ProducerStream):
-    """The stream of a DLPack producer: it ordered its work before ours when it exported, and its handle is unknown."""
-
-    def stream(self) -> None:
-        """See `ProducerStream.stream`."""
 
 
 def stream_handle(stream: Any) -> int:

@@ -69,6 +69,8 @@ class PartialSums:
         self._first_of_single = [self.first[position] for position in self._single]
         self._multiple = [position for position, count in enumerate(self.counts) if count > 1]
         self.values: Any = np.full(sum(self.counts), np.nan)  # NaN: a chunk that was not measured never passes
+        self.non_finite: Any = None  # on a GPU each chunk's count of elements that are not finite
+        self.prepared: dict[Any, Any] = {}  # by a GPU's kernels: a decision for each plan, and a table
 
     def chunks(self, positions: Sequence[int]) -> list[Chunk]:
         """Every chunk of these targets."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias, final
 
@@ -33,21 +33,6 @@ _HandBack: TypeAlias = tuple[Table, npt.NDArray[np.uint64], Sequence[Buffer], Ab
 
 
 @final
-class CudaPartialSums(PartialSums):
-    """The partial sums on the device: a squared sum and a count of non-finite elements for each chunk."""
-
-    order: StreamOrder
-
-    def __init__(self, sizes: Sequence[int], upload: Callable[[npt.NDArray[Any]], Any], order: StreamOrder) -> None:
-        super().__init__(sizes, order, chunk_for(sum(sizes)))
-        self.values = upload(self.values)
-        self.non_finite = upload(np.zeros(sum(self.counts), np.uint32))
-        self.decisions: dict[Any, DeviceDecision] = {}  # by clip plan, of which an engine or a clip has one
-        self.of_all: Table | None = None  # for measuring all of them, wherever they lie
-        order.keep(self.values, self.non_finite, self.decisions)
-
-
-@final
 class CudaKernels(Kernels):
     """CuPy on one device.
 
@@ -63,9 +48,12 @@ class CudaKernels(Kernels):
         self.xp, self.ordinal, self.device = xp, ordinal, CudaDevice(xp, ordinal)
         self._launches = Launches(self.device)
 
-    def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> CudaPartialSums:
+    def partial_sums(self, sizes: Sequence[int], memory: Buffer | None = None) -> PartialSums:
         order = self.device.order(memory)
-        partials = CudaPartialSums(sizes, self.device.upload, order)
+        partials = PartialSums(sizes, order, chunk_for(sum(sizes)))
+        partials.non_finite = self.device.upload(np.zeros(partials.values.size, np.uint32))
+        partials.values = self.device.upload(partials.values)
+        order.keep(partials.values, partials.non_finite, partials.prepared)
         weakref.finalize(partials, order.end).atexit = False
         return partials
 
@@ -106,8 +94,7 @@ class CudaKernels(Kernels):
 
     def totals(self, arena: Arena) -> Float64:
         """See `Kernels.totals`; waits for the device."""
-        partials = _of_device(arena)
-        return partials.totals_of(partials.order.read(partials.values))
+        return arena.partials.totals_of(arena.partials.order.read(arena.partials.values))
 
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """See `Kernels.zero`; one launch, of K1 without a source."""
@@ -151,11 +138,12 @@ class CudaKernels(Kernels):
         """The decision that K2 writes for this arena and this plan; its memory is made at the first call."""
         # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
         key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
-        partials = _of_device(arena)
-        if key not in partials.decisions:
-            partials.decisions[key] = device_decision(self.device.upload, plan, len(partials.sizes), partials.order)
-            partials.order.keep()  # it is among what is kept, and of the stream that is current now
-        return partials.decisions[key]
+        prepared, order = arena.partials.prepared, _order_of(arena)
+        if key not in prepared:
+            prepared[key] = device_decision(self.device.upload, plan, len(arena.targets), order)
+            order.keep()  # it is among what is kept, and of the stream that is current now
+        decision: DeviceDecision = prepared[key]
+        return decision
 
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
@@ -195,7 +183,7 @@ class CudaKernels(Kernels):
         return (status.bad_index, status.bad_value) if status.is_bad else None
 
     def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> DeviceLossScale:
-        return DeviceLossScale(self.device, _of_device(arena).order, rule)
+        return DeviceLossScale(self.device, _order_of(arena), rule)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan))
@@ -231,10 +219,11 @@ class CudaKernels(Kernels):
         """The table of all targets; without addresses if K2 is not to search the targets for NaN and Inf."""
         if arena.memory is not None:
             return self._table_of(arena, arena.whole)
-        partials = _of_device(arena)
-        if partials.of_all is None:
-            partials.of_all = self._table_to_measure(arena, range(len(partials.sizes)))
-        return partials.of_all
+        prepared = arena.partials.prepared
+        if "all" not in prepared:
+            prepared["all"] = self._table_to_measure(arena, range(len(arena.targets)))
+        table: Table = prepared["all"]
+        return table
 
     def _hand_back_of(
         self, sources: Sequence[Buffer], destinations: Sequence[Buffer], groups: Sequence[int]
@@ -284,11 +273,10 @@ def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
     )
 
 
-def _of_device(arena: Arena) -> CudaPartialSums:
-    assert isinstance(arena.partials, CudaPartialSums)  # noqa: S101  (made by partial_sums above)
-    return arena.partials
+def _order_of(arena: Arena) -> StreamOrder:
+    assert isinstance(arena.partials.order, StreamOrder)  # noqa: S101  (made by partial_sums above)
+    return arena.partials.order
 
 
 def _partials(arena: Arena) -> tuple[Any, Any]:
-    partials = _of_device(arena)
-    return partials.values, partials.non_finite
+    return arena.partials.values, arena.partials.non_finite

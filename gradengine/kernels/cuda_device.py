@@ -18,7 +18,7 @@ from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.device import device_buffer, exporting_stream
 from gradengine.arrays.streams import ProducerStream, stream_handle
 from gradengine.errors import CallerError
-from gradengine.kernels.cuda_runtime import CudaRuntime, ExternalStream
+from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.events import Entered
 from gradengine.kernels.graphs import CudaGraph
 from gradengine.kernels.operands import producers_of
@@ -37,10 +37,8 @@ class CudaDevice(CudaRuntime):
         """See `Device.on`; a CuPy stream, an object with `__cuda_stream__` or `cuda_stream` (torch), or a handle."""
         if stream is None:
             return nullcontext()
-        entered: Any = stream
-        if not isinstance(stream, self.xp.cuda.Stream):
-            with self.active():
-                entered = self.xp.cuda.Stream.from_external(ExternalStream(stream_handle(stream), stream))
+        is_cupys = isinstance(stream, self.xp.cuda.Stream)
+        entered: Any = stream if is_cupys else self.stream_of(stream_handle(stream), stream)
         return Entered(self.active(), entered)
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:

@@ -7,7 +7,8 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Any, final
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -286,10 +287,11 @@ class CudaRuntime(Device):
             with self.active():
                 uses[stream.ptr] = stream.record(uses.get(stream.ptr) or self.event())
 
-    def stream_of(self, handle: int) -> Any:
-        """Another library's stream as a CuPy stream; 0 is the default stream."""
+    def stream_of(self, handle: int, owner: object = None) -> Any:
+        """Another library's stream as a CuPy stream, which keeps `owner` alive; 0 is the default stream."""
+        external = SimpleNamespace(__cuda_stream__=lambda: (0, handle), owner=owner)
         with self.active():
-            return self.xp.cuda.Stream.from_external(ExternalStream(handle)) if handle else self.xp.cuda.Stream.null
+            return self.xp.cuda.Stream.from_external(external) if handle else self.xp.cuda.Stream.null
 
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
         """Raise `BufferRefused` unless the driver says that a raw pointer's first and last byte are on this device."""
@@ -302,14 +304,3 @@ class CudaRuntime(Device):
                     got=f"{kind} at {address:#x}",
                     expected=f"{buffer.nbytes} bytes from {buffer.pointer:#x} on",
                 )
-
-
-@final
-class ExternalStream:
-    """Another library's stream in the form that CuPy takes; `owner` is kept alive with it."""
-
-    def __init__(self, handle: int, owner: object = None) -> None:
-        self._handle, self._owner = handle, owner
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
