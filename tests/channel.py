@@ -14,9 +14,9 @@ class Channel:
         self._socket, self.peer = connection, peer
         connection.settimeout(10.0)
 
-    def send(self, message):
+    def send(self, kind, *fields):
         """Send a message; `PeerLost` if it does not go."""
-        self.send_bytes(encoded(message))
+        self.send_bytes(encoded(kind, *fields))
 
     def send_bytes(self, data):
         """Send any bytes; `PeerLost` if they do not go."""
@@ -26,16 +26,16 @@ class Channel:
             raise PeerLost(f"connection with {self.peer} broke while sending ({fault})") from None
 
     def receive(self):
-        """The next message."""
+        """The kind and the fields of the next message."""
         kind, check, size = announced(self._read(HEAD_BYTES), self.peer)
-        return decoded(kind, check, self._read(size))
+        return kind, decoded(kind, check, self._read(size))
 
     def expect(self, kind):
-        """The next message, which must be of the given kind."""
-        message = self.receive()
-        if not isinstance(message, kind):
-            raise ProtocolError(f"{self.peer} sent another message", got=message, expected=kind.__name__)
-        return message
+        """The fields of the next message, which must be of the given kind."""
+        found, fields = self.receive()
+        if found != kind:
+            raise ProtocolError(f"{self.peer} sent another message", got=found, expected=kind)
+        return fields
 
     def close(self):
         """Close the connection; may be called twice."""
@@ -59,16 +59,16 @@ def knock(address):
     return Channel(connect_once(address, 5.0), "the server")
 
 
-def tag_of(message):
-    """The tag of a message's kind."""
-    return int.from_bytes(encoded(message)[2:6], "big")
+def tag_of(kind):
+    """The tag of a kind of message."""
+    return int.from_bytes(encoded(kind)[2:6], "big")
 
 
-def framed(message, payload):
-    """A frame of a message's kind with another payload, and the right checksum."""
-    return head(tag_of(message), checksum(tag_of(message), payload), len(payload)) + payload
+def framed(kind, payload):
+    """A frame of a kind of message with this payload, and the right checksum."""
+    return head(tag_of(kind), checksum(tag_of(kind), payload), len(payload)) + payload
 
 
-def claim(message, size):
-    """The head of a frame of a message's kind, which announces so many bytes."""
-    return head(tag_of(message), 0, size)
+def claim(kind, size):
+    """The head of a frame of a kind of message, which announces so many bytes."""
+    return head(tag_of(kind), 0, size)

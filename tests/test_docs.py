@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from gradengine.exchange.wire import Abort, checksum, encoded, head
+from gradengine.exchange.wire import checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -97,7 +97,7 @@ def test_every_install_line_names_what_there_is():
 
 def test_the_message_in_wire_md_is_what_it_says():
     message = bytes.fromhex(blocks_of("docs/wire.md", "hex")[0])
-    assert message == encoded(Abort("PeerLost", "rank 1 left"))
+    assert message == encoded("abort", "PeerLost", "rank 1 left")
     tag, _, payload = msgpack.unpackb(message)
     assert tag == 2**25 + 6
     assert msgpack.unpackb(payload) == ["PeerLost", "rank 1 left"]

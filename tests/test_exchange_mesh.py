@@ -24,7 +24,7 @@ from gradengine.exchange.addresses import MOST_PATH_BYTES, Listener, address_of,
 from gradengine.exchange.handshake import new_nonce, proof
 from gradengine.exchange.links import sockets
 from gradengine.exchange.mesh import Meeting
-from gradengine.exchange.wire import Abort, Hello, Listening, Members, Moved, Nonce, Proof, encoded
+from gradengine.exchange.wire import Hello, encoded
 
 pytestmark = pytest.mark.timeout(150)
 NOWHERE = "tcp://127.0.0.1:9"
@@ -125,53 +125,51 @@ def form(started):
 def call(address, rank, world_size, *, secret=SECRET, job="", called=0, group=b""):
     """A channel by hand, after both sides have proved themselves."""
     channel, hello = knock(address), Hello(rank, world_size, job, new_nonce())
-    channel.send(hello)
-    nonce = channel.expect(Nonce)
-    channel.send(Proof(proof(secret, "caller", hello, nonce.nonce, called, group)))
-    answer = channel.expect(Proof)
-    assert answer.proof == proof(secret, "called", hello, nonce.nonce, called, group)
+    channel.send("hello", *hello)
+    (nonce,) = channel.expect("nonce")
+    channel.send("proof", proof(secret, "caller", hello, nonce, called, group))
+    assert channel.expect("proof") == [proof(secret, "called", hello, nonce, called, group)]
     return channel
 
 
 def meet(address, rank, world_size, url=NOWHERE, host="elsewhere"):
     """A channel to rank 0 by hand, which has said where its rank listens, by default on another host."""
     channel = call(address, rank, world_size)
-    channel.send(Listening(url, host))
+    channel.send("listening", url, host)
     return channel
 
 
 def told_by(channel):
     """The error with which a channel by hand is dismissed."""
     with contextlib.closing(channel):
-        abort = channel.expect(Abort)
-        return getattr(errors, abort.error), abort.text
+        error, text = channel.expect("abort")
+        return getattr(errors, error), text
 
 
 def called_by(listener):
     """Rank 0's channel by hand to the rank that calls it, and what that says first."""
     listener.socket.setblocking(True)
     channel = Channel(listener.socket.accept()[0], "whoever calls")
-    return channel, channel.expect(Hello)
+    return channel, Hello(*channel.expect("hello"))
 
 
 def answered(listener):
     """The same, to a rank that waits for the others then."""
     (channel, hello), nonce = called_by(listener), new_nonce()
-    channel.send(Nonce(nonce))
-    given = channel.expect(Proof)
-    assert given.proof == proof(SECRET, "caller", hello, nonce, 0, b"")
-    channel.send(Proof(proof(SECRET, "called", hello, nonce, 0, b"")))
-    channel.expect(Listening)
+    channel.send("nonce", nonce)
+    assert channel.expect("proof") == [proof(SECRET, "caller", hello, nonce, 0, b"")]
+    channel.send("proof", proof(SECRET, "called", hello, nonce, 0, b""))
+    channel.expect("listening")
     return channel
 
 
 def refusal_of(channel):
     """What a channel hears in place of an answer; it is closed then."""
     with contextlib.closing(channel):
-        refused = channel.expect(Abort)
+        _, text = channel.expect("abort")
         with pytest.raises(PeerLost, match="closed the connection"):
             channel.receive()
-        return refused.text
+        return text
 
 
 # ---- ranks ----
@@ -224,15 +222,15 @@ def test_connections_are_kept_alive_and_closed_in_children(listener):
 
 # ---- strangers ----
 
-LISTENING = Listening(NOWHERE, "elsewhere")
-HELLOS = [Hello(1, 3, "", bytes(32)), Hello(0, 1, "", bytes(32)), Hello(1 << 62, 1 << 62, "", bytes(32))]
+LISTENING, PROOF = encoded("listening", NOWHERE, "elsewhere"), encoded("proof", bytes(32))
+HELLO = encoded("hello", 1, 3, "", bytes(32))
 RUBBISH = [
-    *(b"", b"\x93\xce\x01", b"\x94\xa2GE\xcc\x04", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), encoded(HELLOS[0])[:-1]),
-    encoded(Hello(1, 3, "", b"")) + encoded(Proof(b"")),
-    *(encoded(hello) + encoded(Proof(bytes(32))) for hello in HELLOS[1:]),
-    *(encoded(HELLOS[0]) + encoded(LISTENING), encoded(LISTENING)),
-    *(claim(HELLOS[0], 1 << 30), claim(Abort("", ""), 2**32 - 1), encoded(Abort("PeerLost", "words"))),
-    claim(Members(b"", "", []), 1 << 20) + bytes(1 << 12),
+    *(b"", b"\x93\xce\x01", b"\x94\xa2GE\xcc\x04", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), HELLO[:-1]),
+    encoded("hello", 1, 3, "", b"") + encoded("proof", b""),
+    *(encoded("hello", rank, rank or 1, "", bytes(32)) + PROOF for rank in (0, 1 << 62)),
+    *(HELLO + LISTENING, LISTENING),
+    *(claim("hello", 1 << 30), claim("abort", 2**32 - 1), encoded("abort", "PeerLost", "words")),
+    claim("members", 1 << 20) + bytes(1 << 12),
 ]
 
 
@@ -263,14 +261,14 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
     with socket.create_server(("127.0.0.1", 0)) as place:
         one = meet(listener.address, 1, 3, f"tcp://127.0.0.1:{place.getsockname()[1]}")
         impostor = Channel(place.accept()[0], "rank 2")
-        hello = impostor.expect(Hello)
+        hello = Hello(*impostor.expect("hello"))
         nonce = new_nonce()
-        impostor.send(Nonce(nonce))
-        given = impostor.expect(Proof)
-        group = one.expect(Members).group
+        impostor.send("nonce", nonce)
+        (given,) = impostor.expect("proof")
+        group, *_ = one.expect("members")
         answer = bytes(32) if passed_on_to is None else proof(SECRET, "called", hello, nonce, passed_on_to, group)
-        assert given.proof == proof(SECRET, "caller", hello, nonce, 1, group)
-        impostor.send(Proof(answer))
+        assert given == proof(SECRET, "caller", hello, nonce, 1, group)
+        impostor.send("proof", answer)
         kind, told = second.error()
         assert kind is HandshakeRefused
         assert "rank 1 has another secret" in told
@@ -287,8 +285,8 @@ def test_a_rank_that_has_joined_already_is_refused_and_the_group_goes_on(listene
     joined = call(listener.address, 1, 3)
     for rank in (1, 0):
         channel, hello = knock(listener.address), Hello(rank, 3, "", new_nonce())
-        channel.send(hello)
-        channel.send(Proof(proof(SECRET, "caller", hello, channel.expect(Nonce).nonce, 0, b"")))
+        channel.send("hello", *hello)
+        channel.send("proof", proof(SECRET, "caller", hello, *channel.expect("nonce"), 0, b""))
         assert f"rank {rank} has joined already" in refusal_of(channel)
     joined.close()
     form([first, *start(listener, 3, [1, 2])])
@@ -331,7 +329,7 @@ def test_a_rank_that_listens_nowhere_is_refused(listener, url):
 def test_a_list_of_ranks_that_cannot_be(listener, urls):
     second = Started(listener.address, 1, 2)
     channel = answered(listener)
-    channel.send(Members(bytes(16), "tcp", urls))
+    channel.send("members", bytes(16), "tcp", urls)
     assert second.error()[0] is ProtocolError
     channel.close()
 
@@ -345,7 +343,7 @@ def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener
     joined, left = meet(listener.address, 2, 4), meet(listener.address, 3, 4)
     left.close()
     stranger = knock(listener.address)
-    stranger.send(Abort("", ""))
+    stranger.send("abort", "", "")
     assert "another message" in refusal_of(stranger)  # after this rank 3's leaving has been seen too
     clock.jump(listener.address)
     kind, told = first.error()
@@ -359,7 +357,7 @@ def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener
 def test_a_rank_that_rank_0_dismisses_says_why(listener, kind):
     second = Started(listener.address, 1, 3)
     with contextlib.closing(answered(listener)) as channel:
-        channel.send(Abort(kind.__name__, "rank 2 is missing"))
+        channel.send("abort", kind.__name__, "rank 2 is missing")
         assert second.error() == (kind, "rank 2 is missing")
 
 
@@ -380,11 +378,11 @@ def test_a_rank_that_another_does_not_call_names_it(listener, listeners):
     clock = Clock()
     [first], [second] = start(listener, 3, [0]), start(listener, 3, [1], clock=clock)
     with contextlib.closing(meet(listener.address, 2, 3)) as silent:
-        silent.expect(Members)
+        silent.expect("members")
         first.link().close()
         with contextlib.closing(knock(listeners[0].address)) as stranger:
-            stranger.send(Hello(2, 3, "", new_nonce()))
-            stranger.expect(Nonce)  # now rank 1 accepts
+            stranger.send("hello", 2, 3, "", new_nonce())
+            stranger.expect("nonce")  # now rank 1 accepts
             clock.jump(listeners[0].address)
         kind, told = second.error()
         assert kind is PeerLost
@@ -396,7 +394,7 @@ def test_a_rank_says_that_rank_0_waits_for_others(listener):
     second = Started(listener.address, 1, 3, clock=(clock := Clock()))
     with contextlib.closing(answered(listener)) as channel:
         clock.now = 1e8
-        channel._socket.sendall(encoded(Members(bytes(16), "tcp", []))[:1])
+        channel._socket.sendall(encoded("members", bytes(16), "tcp", [])[:1])
         kind, told = second.error()
         assert kind is PeerLost
         assert "rank 1 could not join the group of rank 0 within " in told
@@ -425,10 +423,10 @@ def test_if_one_rank_is_elsewhere_all_go_over_tcp_or_are_refused_another_link(li
                 assert kind is HandshakeRefused
                 assert "got rank 2 elsewhere" in says
             return
-        members = far.expect(Members)
-        assert members.link == "tcp"
-        host, port = address_of(members.urls[0])
-        with contextlib.closing(call((host, port), 2, 3, called=1, group=members.group)):
+        group, link, urls = far.expect("members")
+        assert link == "tcp"
+        host, port = address_of(urls[0])
+        with contextlib.closing(call((host, port), 2, 3, called=1, group=group)):
             assert [link.name for link in form(started)] == ["tcp", "tcp"]
 
 
@@ -448,12 +446,12 @@ def test_a_stranger_that_was_there_before_is_not_let_in_at_the_second_meeting(li
     """Otherwise it would be the only one of a Unix group that is connected over TCP."""
     first, hello = Started(listener, 0, 2), Hello(1, 2, "", new_nonce())
     with contextlib.closing(knock(listener.address)) as stranger:
-        stranger.send(hello)
-        nonce = stranger.expect(Nonce).nonce
+        stranger.send("hello", *hello)
+        (nonce,) = stranger.expect("nonce")
         with contextlib.closing(meet(listener.address, 1, 2, host=this_host())) as second:
-            path = address_of(second.expect(Moved).url)
+            path = address_of(*second.expect("moved"))
         with contextlib.suppress(PeerLost):
-            stranger.send(Proof(proof(SECRET, "caller", hello, nonce, 0, b"")))
+            stranger.send("proof", proof(SECRET, "caller", hello, nonce, 0, b""))
         with pytest.raises(PeerLost):
             stranger.receive()
     form([first, Started(path, 1, 2)])
@@ -463,7 +461,7 @@ def test_one_deadline_is_that_of_both_meetings(listener):
     clock = Clock()
     first = Started(listener, 0, 2, clock=clock, timeout=7.0)
     with contextlib.closing(meet(listener.address, 1, 2, host=this_host())) as second:
-        path = address_of(second.expect(Moved).url)
+        path = address_of(*second.expect("moved"))
     clock.now = 6.9
     knock(path).close()
     clock.jump(path)
@@ -481,7 +479,7 @@ IMPOSSIBLE = [("pigeon", None, ProtocolError), ("shared_memory", None, ProtocolE
 def test_the_link_is_what_rank_0_has_chosen_unless_it_cannot_be_or_another_was_asked_for(listener, chosen, own, kind):
     second = Started(listener.address, 1, 2, link=own)
     with contextlib.closing(answered(listener)) as channel:
-        channel.send(Members(bytes(16), chosen, [NOWHERE]))
+        channel.send("members", bytes(16), chosen, [NOWHERE])
         if kind is None:
             assert second.link().name == "tcp"
             second.link().close()
@@ -493,7 +491,7 @@ def test_the_link_is_what_rank_0_has_chosen_unless_it_cannot_be_or_another_was_a
 def test_rank_0_that_sends_ranks_nowhere_is_refused(listener, url):
     second = Started(listener.address, 1, 2)
     with contextlib.closing(answered(listener)) as channel:
-        channel.send(Moved(url))
+        channel.send("moved", url)
         assert second.error()[0] is ProtocolError
 
 
@@ -507,7 +505,7 @@ def test_a_rank_that_was_let_in_and_finds_no_listener_any_more_is_told_so_at_onc
     second = Started(listener.address, 2, 3, clock=clock)
     channel = answered(listener)
     if where == "rank 1":
-        channel.send(Members(bytes(16), "tcp", [NOWHERE, NOWHERE]))
+        channel.send("members", bytes(16), "tcp", [NOWHERE, NOWHERE])
         listener.close()
     else:
         listener.close()
@@ -619,7 +617,7 @@ def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_num
     for second in (0.0, 0.5, 0.9, 1.0, 1.5):
         clock.now = second
         stranger = knock(listener.address)
-        stranger.send(Abort("", ""))
+        stranger.send("abort", "", "")
         assert "another message" in refusal_of(stranger)
     form([first, *start(listener, 2, [1])])
     lines = [line for line in caplog.messages if "a caller sent another message" in line]

@@ -182,7 +182,8 @@ def pass_on(ends, messages):
     """Pass on so many messages each way, as whoever is between rank 1 and rank 0."""
     rank_1, rank_0 = (Channel(end, "an end") for end in ends)
     for sender, receiver in [(rank_1, rank_0), (rank_0, rank_1)] * messages:
-        receiver.send(sender.receive())
+        kind, fields = sender.receive()
+        receiver.send(kind, *fields)
 
 
 def over_tcp(stack, front, back, relay):

@@ -32,7 +32,7 @@ from gradengine.exchange.handshake import Line, check_hello, new_nonce, proof, r
 from gradengine.exchange.links.shared_memory import SharedMemoryLink
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.tls import Certificates, hashes_of, reason_of, refusal_of
-from gradengine.exchange.wire import Abort, Hello, Listening, Members, Moved, Nonce, Proof
+from gradengine.exchange.wire import Hello
 
 T = TypeVar("T")
 logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refused
@@ -177,15 +177,15 @@ class Meeting:
         try:
             self._accept(listener, range(0 if self._is_server else 1, self.world_size))
             # At a server no rank says where it listens.
-            urls = [line.told.url for _, line in sorted(self.lines.items()) if line.told]
+            urls = [line.url for _, line in sorted(self.lines.items()) if line.url]
             nearer = self._nearer(listener)
         except ExchangeError as failure:
             for line in self.lines.values():
-                line.leave(Abort(type(failure).__name__, str(failure)))
+                line.leave("abort", type(failure).__name__, str(failure))
             raise
         if nearer is not None:
             for line in self.lines.values():
-                line.leave(Moved(url_of(nearer.address)))
+                line.leave("moved", url_of(nearer.address))
             self.lines.clear()
             listener.close()
             self._host(nearer)
@@ -196,7 +196,7 @@ class Meeting:
         for line in self.lines.values():
             line.left = self._left  # long lists may have to wait until they are read
             with contextlib.suppress(OSError):  # whoever is lost from now on is missed by the link's transfers
-                line.say(Members(self._group, self._link, urls))
+                line.say("members", self._group, self._link, urls)
 
     def _nearer(self, listener: Listener) -> Listener | None:
         """A listener at a Unix socket, if all ranks have called over TCP and are on this host; None if they stay there.
@@ -206,7 +206,7 @@ class Meeting:
         """
         if isinstance(listener.address, str) or self._link == "tcp" or self._is_server or not self.lines:
             return None
-        far = [rank for rank, line in self.lines.items() if line.told and line.told.host != addresses.this_host()]
+        far = [rank for rank, line in self.lines.items() if line.host != addresses.this_host()]
         try:
             if not far:
                 self._listener = addresses.nearer_listener(self._secret)
@@ -260,21 +260,21 @@ class Meeting:
         # The other end finds who is missing, and is to say so before this rank's own time is over.
         line.left = lambda: self._left() + GRACE_SECONDS
         if self._is_served:
-            line.expect(Members)
+            line.expect("members")
             return []
         own: Address = f"{address}.{self.rank}"
         if not isinstance(address, str):
             own = addresses.own_host(address[0], line.socket.getsockname()[0]), 0
         self._listener = Listener(own, self._secret, self._ports)
-        line.say(Listening(url_of(self._listener.address), addresses.this_host()))
-        answer = line.expect(Members, Moved)
-        if isinstance(answer, Moved):
+        line.say("listening", url_of(self._listener.address), addresses.this_host())
+        kind, fields = line.expect("members", "moved")
+        if kind == "moved":
             self._leave()
-            return addresses.address_told(answer.url)
-        assert isinstance(answer, Members)  # noqa: S101  (the only one left)
-        addresses.refuse_chosen_link(answer.link, self._link, address, self._who)
-        self._link, self._group = answer.link, answer.group
-        return addresses.addresses_of(answer.urls, self.world_size - 1, line.origin)
+            return addresses.address_told(*fields)
+        group, link, urls = fields
+        addresses.refuse_chosen_link(link, self._link, address, self._who)
+        self._link, self._group = link, group
+        return addresses.addresses_of(urls, self.world_size - 1, line.origin)
 
     def _call(self, rank: int, address: Address) -> Line:
         """A line to a rank or the server, after both have proved themselves."""
@@ -286,10 +286,11 @@ class Meeting:
             connection = self._tls.encrypted(connection, is_called=False) if self._tls else connection
             line = Line(connection, self._called, self._left)
             line.hello = Hello(self.rank, self.world_size, self._job or "", new_nonce())
-            line.say(line.hello)
-            line.nonce = line.expect(Nonce).nonce
-            line.say(Proof(self._proof(line, "caller", rank)))
-            line.refuse_other(line.expect(Proof).proof, self._proof(line, "called", rank))
+            line.say("hello", *line.hello)
+            _, (line.nonce,) = line.expect("nonce")
+            line.say("proof", self._proof(line, "caller", rank))
+            _, (given,) = line.expect("proof")
+            line.refuse_other(given, self._proof(line, "called", rank))
             self.lines[rank], self._was_let_in = line, True
         except BaseException:
             connection.close()
@@ -339,16 +340,17 @@ class Meeting:
     def _hear(self, line: Line) -> None:
         """Answer a line's next message, if it is complete."""
         try:
-            message = line.hear(line.awaited)
-            if isinstance(message, Hello):
+            kind, fields = line.hear(line.awaited)
+            if kind == "hello":
                 addresses.refuse_other_user(line.socket, self._secret)
-                line.hello, line.nonce, line.awaited = message, new_nonce(), (Proof,)
-                line.say(Nonce(line.nonce))
-            elif isinstance(message, Proof):
-                self._admit(line, line.hello, message)
-            elif isinstance(message, Listening):
-                addresses.address_told(message.url)
-                line.told, line.awaited = message, ()
+                line.hello, line.nonce, line.awaited = Hello(*fields), new_nonce(), ["proof"]
+                line.say("nonce", line.nonce)
+            elif kind == "proof":
+                self._admit(line, line.hello, *fields)
+            else:
+                line.url, line.host = fields
+                addresses.address_told(line.url)
+                line.awaited = []
         except BlockingIOError:
             pass
         except OSError as fault:
@@ -356,19 +358,19 @@ class Meeting:
         except ExchangeError as refusal:
             self._drop(line, refusal)
 
-    def _admit(self, line: Line, hello: Hello, given: Proof) -> None:
+    def _admit(self, line: Line, hello: Hello, given: bytes) -> None:
         line.who = f"rank {hello.rank}"
         own = hello.world_size if self._is_server else self.rank
-        line.refuse_other(given.proof, self._proof(line, "caller", own))
+        line.refuse_other(given, self._proof(line, "caller", own))
         check_hello(hello, self.world_size, self._job)
         if hello.rank == self.rank or hello.rank in self.lines:
             do = "give each process its own rank, or reconnect on all ranks if it has lost a connection"
             raise HandshakeRefused(f"{line.who} has joined already", do=do)
         if self._is_server and not self.lines:
             self._job, self._deadline = hello.job, self._clock() + self._timeout
-        self.lines[hello.rank], line.awaited = line, () if self.rank else (Listening,)
+        self.lines[hello.rank], line.awaited = line, [] if self.rank else ["listening"]
         self._strangers.remove(line)
-        line.say(Proof(self._proof(line, "called", own)))
+        line.say("proof", self._proof(line, "called", own))
         logger.info("%s: rank %d has joined from %s", self._who, hello.rank, line.origin)
         if self._group:
             self._selector.unregister(line.socket)  # what comes now is the link's
@@ -383,7 +385,7 @@ class Meeting:
             if self._clock() - self._logged_at >= _LOG_SECONDS:  # strangers may come by the thousand
                 self._logged_at = self._clock()
                 logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
-            line.leave(Abort("HandshakeRefused", f"{self._who} refuses: {refusal}"))
+            line.leave("abort", "HandshakeRefused", f"{self._who} refuses: {refusal}")
         if line in self._strangers:
             self._strangers.remove(line)
         else:  # its rank may come again

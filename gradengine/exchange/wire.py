@@ -8,7 +8,7 @@ it allocates memory.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import msgpack
 from xxhash import xxh3_64_intdigest
@@ -61,7 +61,7 @@ def unpacked(data: bytes, what: str, most_items: int = -1) -> Any:
 
 
 class Hello(NamedTuple):
-    """First message, from the rank that calls: itself, and a nonce for the called rank's proof; see `_OPENING`."""
+    """The fields of a first message, from the rank that calls: itself, and a nonce for the called rank's proof."""
 
     rank: int
     world_size: int
@@ -69,67 +69,40 @@ class Hello(NamedTuple):
     nonce: bytes
 
 
-class Nonce(NamedTuple):
-    """From the called rank, after the caller's hello: a nonce for the caller's proof. A stranger receives no more."""
-
-    nonce: bytes
-
-
-class Proof(NamedTuple):
-    """From the caller, then from the called rank: the proof that it has the secret."""
-
-    proof: bytes
-
-
-class Listening(NamedTuple):
-    """From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it.
-
-    `host` is the same for ranks that can meet at a path.
-    """
-
-    url: str
-    host: str
-
-
-class Moved(NamedTuple):
-    """From rank 0, after all have joined over TCP on one host: the URL of a Unix socket, at which all meet again."""
-
-    url: str
-
-
-class Members(NamedTuple):
-    """From rank 0 or the server, after all have joined: the group, its link, and the URLs of ranks 1, 2, ..."""
-
-    group: bytes
-    link: str
-    urls: list[Any]
-
-
-class Abort(NamedTuple):
-    """From the called rank: it refuses the caller, or the group has failed, and why; `error` names the class."""
-
-    error: str
-    text: str
-
-
-Message: TypeAlias = Hello | Nonce | Proof | Listening | Members | Moved | Abort
-_KINDS = get_args(Message)
+# The types of each message's fields, by its kind, in the order of the tags.
+_FIELDS: dict[str, list[type]] = {
+    "hello": [int, int, str, bytes],  # see `Hello` and `_OPENING`
+    # From the called rank, after the caller's hello: a nonce for the caller's proof. A stranger receives no more.
+    "nonce": [bytes],
+    # From the caller, then from the called rank: the proof that it has the secret.
+    "proof": [bytes],
+    # From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it, and a
+    # text that is the same for ranks that can meet at a path.
+    "listening": [str, str],
+    # From rank 0 or the server, after all have joined: the group, its link, and the URLs of ranks 1, 2, ...
+    "members": [bytes, str, list],
+    # From rank 0, after all have joined over TCP on one host: the URL of a Unix socket, at which all meet again.
+    "moved": [str],
+    # From the called rank: it refuses the caller, or the group has failed. The error's class, and why.
+    "abort": [str, str],
+}
+_KINDS = [*_FIELDS]
 # Transfers have lower tags. OpenSSL would read 1 << 24 in a first frame as a hello of SSL 2, and wait for its rest.
 _TAGS = range(1 << 25, (1 << 25) + len(_KINDS))
-_MOST_BYTES = {Members: MAX_SMALL_PAYLOAD, Abort: 1 << 16}  # payloads of other kinds: 4096
+_MOST_BYTES = {"members": MAX_SMALL_PAYLOAD, "abort": 1 << 16}  # payloads of other kinds: 4096
 _MOST_FIELDS = 32  # a later version may have more than this one
 _OPENING = ["GE", VERSION]  # before a hello's fields, in all later versions too
 
 
-def encoded(message: Message) -> bytes:
+def encoded(kind: str, *fields: object) -> bytes:
     """A message as a frame."""
-    opening = _OPENING if isinstance(message, Hello) else []
-    payload: bytes = msgpack.packb([*opening, *message], unicode_errors="replace")
-    tag = _TAGS[_KINDS.index(type(message))]
+    opening = _OPENING if kind == "hello" else []
+    payload: bytes = msgpack.packb([*opening, *fields], unicode_errors="replace")
+    tag = _TAGS[_KINDS.index(kind)]
     return head(tag, checksum(tag, payload), len(payload)) + payload
 
 
-def announced(data: bytes | bytearray, who: str) -> tuple[type[Message], int, int]:
+def announced(data: bytes | bytearray, who: str) -> tuple[str, int, int]:
     """The kind of message that a head from `who` announces, the checksum and the payload's size.
 
     Raises `ProtocolError` unless it is the head of a message, and its payload is not too long.
@@ -137,24 +110,23 @@ def announced(data: bytes | bytearray, who: str) -> tuple[type[Message], int, in
     tag, check, size = head_of(data, f"{who} sent", _TAGS)
     kind = _KINDS[tag - _TAGS.start]
     if size > (most := _MOST_BYTES.get(kind, 4096)):
-        raise ProtocolError(f"{kind.__name__} from {who} is too long", got=f"{size} bytes", expected=f"at most {most}")
+        raise ProtocolError(f"{kind} from {who} is too long", got=f"{size} bytes", expected=f"at most {most}")
     return kind, check, size
 
 
-def decoded(kind: type[Message], check: int, payload: bytes) -> Message:
-    """The message in a payload; raises `ProtocolError` if its version, fields or checksum are wrong."""
-    what = f"the payload of {kind.__name__}"
+def decoded(kind: str, check: int, payload: bytes) -> list[Any]:
+    """The fields of the message in a payload; raises `ProtocolError` if its version, fields or checksum are wrong."""
+    what = f"the payload of {kind}"
     if checksum(_TAGS[_KINDS.index(kind)], payload) != check:
         raise ProtocolError(f"{what} was damaged on the way")
     # msgpack allocates what nested arrays announce: strangers, who may not send members, announce little.
-    told = unpacked(payload, what, -1 if kind is Members else _MOST_FIELDS)
-    values = told if isinstance(told, list) else []
-    if kind is Hello:
-        opening, values = values[:2], values[2:]
+    told = unpacked(payload, what, -1 if kind == "members" else _MOST_FIELDS)
+    fields = told if isinstance(told, list) else []
+    if kind == "hello":
+        opening, fields = fields[:2], fields[2:]
         if opening != _OPENING:
             raise ProtocolError("the peer speaks another protocol version", got=opening, expected=_OPENING)
-    expected = [get_origin(each) or each for each in get_type_hints(kind).values()]
-    if [*map(type, values)] != expected:  # a bool is not an int here
-        got, names = [type(value).__name__ for value in values], [each.__name__ for each in expected]
-        raise ProtocolError(f"{what} has wrong fields", got=got, expected=names)
-    return kind(*values)
+    if [*map(type, fields)] != _FIELDS[kind]:  # a bool is not an int here
+        got, expected = ([each.__name__ for each in types] for types in (map(type, fields), _FIELDS[kind]))
+        raise ProtocolError(f"{what} has wrong fields", got=got, expected=expected)
+    return fields

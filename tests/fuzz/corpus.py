@@ -6,18 +6,7 @@ import msgpack
 
 from fuzz.targets import HELLO, LAYOUT
 from gradengine.exchange import hello
-from gradengine.exchange.wire import (
-    Abort,
-    Hello,
-    Listening,
-    Members,
-    Moved,
-    Nonce,
-    Proof,
-    checksum,
-    encoded,
-    head,
-)
+from gradengine.exchange.wire import checksum, encoded, head
 from gradengine.layout import GradientLayout
 
 FOLDER = Path(__file__).parent / "corpus"
@@ -42,15 +31,15 @@ def _addressed(tag, payload):
 
 
 _MESSAGES = [
-    encoded(Hello(1, 2, "", bytes(32))),
-    encoded(Hello(0, 65_536, "", bytes(range(32)))),
-    encoded(Nonce(bytes(32))),
-    encoded(Moved("unix:///a")),
-    encoded(Proof(bytes(32))),
-    encoded(Listening("tcp://10.0.0.2:4000", "a host")),
-    encoded(Members(bytes(16), "unix", ["unix:///a"])),
-    encoded(Abort("HandshakeRefused", "text")),
-    encoded(Abort("PeerLost", "\x1b[2J")),
+    encoded("hello", 1, 2, "", bytes(32)),
+    encoded("hello", 0, 65_536, "", bytes(range(32))),
+    encoded("nonce", bytes(32)),
+    encoded("moved", "unix:///a"),
+    encoded("proof", bytes(32)),
+    encoded("listening", "tcp://10.0.0.2:4000", "a host"),
+    encoded("members", bytes(16), "unix", ["unix:///a"]),
+    encoded("abort", "HandshakeRefused", "text"),
+    encoded("abort", "PeerLost", "\x1b[2J"),
 ]
 _TABLES = [LAYOUT, GradientLayout.of({"w": (0,), "b": ()}), GradientLayout.of([(3, 4, 5), (1,)])]
 SEEDS = {

@@ -10,7 +10,7 @@ from test_exchange_mesh import Started, form, refusal_of, start
 
 from gradengine.errors import ProtocolError
 from gradengine.exchange.handshake import Line, new_nonce
-from gradengine.exchange.wire import HEAD_BYTES, Abort, Hello, Listening, Members, Moved, Nonce, Proof, encoded
+from gradengine.exchange.wire import _KINDS, HEAD_BYTES, encoded
 
 MOST = 64  # strangers that may be connected, besides one for each rank
 MOST_BYTES = HEAD_BYTES + 4096  # of what a stranger may say
@@ -31,8 +31,8 @@ def lines(monkeypatch):
 
 def longest_hello():
     """Of which the last byte is missing."""
-    room = MOST_BYTES - len(encoded(Hello(1, 2, "j" * 300, bytes(32)))) + 300
-    message = encoded(Hello(1, 2, "j" * room, bytes(32)))
+    room = MOST_BYTES - len(encoded("hello", 1, 2, "j" * 300, bytes(32))) + 300
+    message = encoded("hello", 1, 2, "j" * room, bytes(32))
     assert len(message) == MOST_BYTES
     return message[:-1]
 
@@ -44,8 +44,8 @@ def test_strangers_by_the_hundred_hold_little_memory_and_no_thread(listener, lin
         for _ in range(200):
             stack.enter_context(contextlib.closing(knock(listener.address)))._socket.sendall(says)
         with contextlib.closing(knock(listener.address)) as last:
-            last.send(Hello(1, 2, "", new_nonce()))
-            last.expect(Nonce)  # so that those who came before have been heard
+            last.send("hello", 1, 2, "", new_nonce())
+            last.expect("nonce")  # so that those who came before have been heard
             held = [len(line._read) for line in lines if line.socket.fileno() >= 0]
             assert len(held) == MOST + 2
             assert sum(held) <= len(held) * MOST_BYTES
@@ -54,32 +54,27 @@ def test_strangers_by_the_hundred_hold_little_memory_and_no_thread(listener, lin
         form([first, *start(listener, 2, [1])])
 
 
-HELLO = Hello(1, 2, "", bytes(32))
-ALL = [HELLO, Nonce(b""), Proof(b""), Listening("", ""), Members(b"", "", []), Moved(""), Abort("", "")]
-
-
-@pytest.mark.parametrize("message", ALL)
+@pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("size", [4097, (1 << 32) - 1])
-def test_what_a_caller_announces_is_refused_before_any_of_it_is_there(listener, message, size):
+def test_what_a_caller_announces_is_refused_before_any_of_it_is_there(listener, kind, size):
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
-    stranger.send_bytes(claim(message, size))
+    stranger.send_bytes(claim(kind, size))
     assert "too long" in (told := refusal_of(stranger)) or "sent another message" in told
     form([first, *start(listener, 2, [1])])
 
 
 @pytest.mark.parametrize(
-    ("message", "size"),
-    [(Abort("", ""), (1 << 16) + 1), (Abort("", ""), (1 << 32) - 1), (Nonce(b""), 4097), (Members(b"", "", []), 9)],
+    ("kind", "size"), [("abort", (1 << 16) + 1), ("abort", (1 << 32) - 1), ("nonce", 4097), ("members", 9)]
 )
-def test_nor_does_a_rank_wait_for_what_whoever_it_calls_announces(listener, message, size):
+def test_nor_does_a_rank_wait_for_what_whoever_it_calls_announces(listener, kind, size):
     listener.socket.setblocking(True)
     second = Started(listener.address, 1, 2)
     with listener.socket.accept()[0] as bare:
-        Channel(bare, "rank 1").expect(Hello)
-        bare.sendall(claim(message, size))
-        kind, told = second.error()
-    assert kind is ProtocolError
+        Channel(bare, "rank 1").expect("hello")
+        bare.sendall(claim(kind, size))
+        error, told = second.error()
+    assert error is ProtocolError
     assert "too long" in told or "sent another message" in told
 
 
@@ -89,7 +84,7 @@ def test_what_is_nested_costs_a_stranger_more_than_rank_0(listener, nested):
     first, payload = Started(listener, 0, 2), (nested * 4096)[:4096]
     stranger = knock(listener.address)
     tracemalloc.start()
-    stranger.send_bytes(framed(HELLO, payload))
+    stranger.send_bytes(framed("hello", payload))
     assert "cannot be read" in refusal_of(stranger)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -8,7 +8,7 @@ from gradengine.errors import CallerError, HandshakeRefused, PeerLost
 from gradengine.exchange import GradientServer, connect
 from gradengine.exchange.handshake import new_nonce
 from gradengine.exchange.launchers import read_secret
-from gradengine.exchange.wire import Abort, Hello, Nonce, Proof, encoded
+from gradengine.exchange.wire import encoded
 
 WEAK = ["hunter2", "x" * 15, " " * 40, f"  {'x' * 15}  \n"]
 USES = {
@@ -39,13 +39,13 @@ def test_who_has_not_proved_itself_gets_no_proof(listener, proof):
     """So that nobody without the secret can make others give something that secrets could be compared with."""
     first = Started(listener, 0, 2)
     stranger = knock(listener.address)
-    stranger.send(Hello(1, 2, "", new_nonce()))
-    kinds = [type(stranger.receive())]
-    stranger.send(Proof(proof))
-    kinds.append(type(stranger.receive()))
+    stranger.send("hello", 1, 2, "", new_nonce())
+    kinds = [stranger.receive()[0]]
+    stranger.send("proof", proof)
+    kinds.append(stranger.receive()[0])
     with pytest.raises(PeerLost, match="closed the connection"):
         stranger.receive()
-    assert kinds == [Nonce, Abort]
+    assert kinds == ["nonce", "abort"]
     stranger.close()
     second = Started(listener.address, 1, 2)
     for link in (first.link(), second.link()):
@@ -58,10 +58,9 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
     second = Started(listener.address, 1, 2)
     with listener.socket.accept()[0] as bare:
         impostor = Channel(bare, "rank 1")
-        hello = impostor.expect(Hello)
-        bare.sendall(encoded(Nonce(hello.nonce)))  # the nonces alike, so that only the role differs
-        given = impostor.expect(Proof)
-        impostor.send(given)
+        *_, nonce = impostor.expect("hello")
+        bare.sendall(encoded("nonce", nonce))  # the nonces alike, so that only the role differs
+        impostor.send("proof", *impostor.expect("proof"))
         kind, told = second.error()
         assert kind is HandshakeRefused
         assert "rank 0 has another secret" in told
