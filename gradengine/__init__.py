@@ -4,42 +4,33 @@ Gradients are read in place and accumulated in fp32 over micro-batches, summed o
 clipped by their global norm, averaged and handed back. `GradientEngine` is the whole step; its parts work alone too.
 """
 
-import sys
-
-try:
-    from gradengine.accumulate import PerBlockGradientAccumulator
-    from gradengine.accumulate.block import BlockGradientSet
-    from gradengine.accumulate.gpu import GpuGradientAccumulator
-    from gradengine.arrays.buffer import RawBuffer
-    from gradengine.clip import (
-        FusedClipState,
-        clip_by_global_norm,
-        clip_gradients_fused,
-        clip_lora_gradients_fused,
-        init_lora_fused_clip,
-    )
-    from gradengine.engine import GradientEngine
-    from gradengine.engine.result import StepResult
-    from gradengine.engine.trainer import DistributedTrainer, shard_batches
-    from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
-    from gradengine.exchange import (
-        Exchange,
-        GradientServer,
-        connect,
-        connect_if_launched,
-        local_group,
-    )
-    from gradengine.kernels.loss_scale import DynamicLossScale
-    from gradengine.layout import GradientLayout
-    from gradengine.layout.cost import Bandwidth, TensorParallelCost
-    from gradengine.layout.shards import ColumnParallelShard, RowParallelShard
-    from gradengine.layout.tensor_parallel import TensorParallelConfig
-except KeyboardInterrupt:
-    # The command line begins here, before __main__ can catch Ctrl-C: end with one line and the shells' exit code.
-    if sys.argv[0].endswith("gradengine") or (sys.argv[0] == "-m" and "gradengine" in sys.orig_argv):
-        sys.stderr.write("gradengine: interrupted\n")
-        raise SystemExit(130) from None
-    raise
+from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.block import BlockGradientSet
+from gradengine.accumulate.gpu import GpuGradientAccumulator
+from gradengine.arrays.buffer import RawBuffer
+from gradengine.clip import (
+    FusedClipState,
+    clip_by_global_norm,
+    clip_gradients_fused,
+    clip_lora_gradients_fused,
+    init_lora_fused_clip,
+)
+from gradengine.engine import GradientEngine
+from gradengine.engine.result import StepResult
+from gradengine.engine.trainer import DistributedTrainer, shard_batches
+from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient
+from gradengine.exchange import (
+    Exchange,
+    GradientServer,
+    connect,
+    connect_if_launched,
+    local_group,
+)
+from gradengine.kernels.loss_scale import DynamicLossScale
+from gradengine.layout import GradientLayout
+from gradengine.layout.cost import Bandwidth, TensorParallelCost
+from gradengine.layout.shards import ColumnParallelShard, RowParallelShard
+from gradengine.layout.tensor_parallel import TensorParallelConfig
 
 __version__ = "0.1.0"
 

@@ -6,9 +6,11 @@ import errno
 import sys
 from collections.abc import Sequence
 
+from gradengine import __version__
+from gradengine.commands.doctor import sections, show
 from gradengine.errors import CallerError, GradientError
 
-_WANTED = {"typer": ("the command line", "cli"), "rich": ("the command line", "cli"), "matplotlib": ("a plot", "plot")}
+_EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}  # package -> the extra of ours that installs it
 _HELP = """\
 gradengine doctor     installed packages, usable devices, and what connect() would read and start
 gradengine --version  the version
@@ -16,8 +18,7 @@ gradengine --version  the version
 After pip install 'gradengine[cli]' also gradengine demo, bench, plan and serve.\
 """
 
-_INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
-_ENDED = {_INTERRUPTED: "interrupted", 143: "terminated"}
+_ENDED = {130: "interrupted", 143: "terminated"}  # the exit codes that shells use for SIGINT and SIGTERM
 
 
 def main() -> None:
@@ -29,10 +30,9 @@ def main() -> None:
         _run(sys.argv[1:])
     except ModuleNotFoundError as fault:
         package = _package(fault)
-        if package not in _WANTED:
+        if package not in _EXTRAS:
             raise
-        what, extra = _WANTED[package]
-        _end(2, f"{what} needs {package}, which is not installed: pip install 'gradengine[{extra}]'")
+        _end(2, f"{package} is not installed: pip install 'gradengine[{_EXTRAS[package]}]'")
     except GradientError as fault:
         _end(2 if isinstance(fault, CallerError) else 1, str(fault))
     except OSError as fault:
@@ -41,7 +41,7 @@ def main() -> None:
         sys.stdout = None  # its flush at the end of the process would fail again
         _end(1, f"cannot write to stdout: {fault.strerror}")
     except KeyboardInterrupt:
-        _end(_INTERRUPTED, "interrupted")
+        _end(130, _ENDED[130])
     except SystemExit as end:
         if end.code in _ENDED:  # typer's, for a KeyboardInterrupt; or of SIGTERM
             _end(end.code, _ENDED[end.code])
@@ -50,12 +50,8 @@ def main() -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     """Run the command line; where typer or rich is not installed, only the commands that need neither."""
-    # Imported here, so that an interrupt is one line, and a package that is not installed can be named.
-    from gradengine import __version__  # noqa: PLC0415
-    from gradengine.commands.doctor import sections, show  # noqa: PLC0415
-
     try:
-        from gradengine.commands.cli import app  # noqa: PLC0415
+        from gradengine.commands.cli import app  # noqa: PLC0415  (it may need a package that is not installed)
     except ModuleNotFoundError as fault:
         if _package(fault) not in {"typer", "rich"}:
             raise
