@@ -5,25 +5,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from decimal import Decimal
-from fractions import Fraction
 from typing import final
 
-from gradengine.arguments import as_float, as_number, out_of_range, said, truth_value, whole_number
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said, truth_value, whole_number
 from gradengine.errors import CallerError
 
-_BITS_A_BYTE = 8
-_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)\s*(?P<unit>[A-Za-z/]*)\s*", re.ASCII)
-_PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
-_SYMBOLS = {"bit/s": _BITS_A_BYTE, "Bit/s": _BITS_A_BYTE, "B/s": 1, "Bps": 1}  # how many make a byte a second
-_UNITS = {  # bytes a second; "Gb/s" is bits, and "gb/s" unknown, as it may be meant for bytes
-    f"{prefix}{infix}{symbol}": Fraction(base**power, bits)
-    for prefix, power in _PREFIXES.items()
-    for infix, base in (("", 1000), ("i", 1024))
-    for symbol, bits in _SYMBOLS.items()
-} | {f"{prefix}{symbol}": Fraction(1000 ** _PREFIXES[prefix], 8) for prefix in "MGT" for symbol in ("b/s", "bps")}
-_LONGEST_TEXT = 100
-_SAME = 1e-9  # relative difference of two notations of one bandwidth, whose digits may have been cut
+_QUANTITY = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d{1,3})?)\s*([a-z/]*)\s*", re.ASCII | re.IGNORECASE)
+# Bytes a second. "gb/s" is unknown, because it may mean bits or bytes.
+_BYTES = {"B/s": 1, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "MiB/s": 1 << 20, "GiB/s": 1 << 30}
+_BITS = {"Mbit/s": 1.25e5, "Gbit/s": 1.25e8, "Tbit/s": 1.25e11, "Mbps": 1.25e5, "Gbps": 1.25e8, "Tbps": 1.25e11}
+_UNITS = _BYTES | _BITS
 
 
 @final
@@ -47,10 +38,7 @@ class Bandwidth:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        rate = as_float(self.bytes_per_second)
-        if not 0 < rate < math.inf:  # NaN is refused
-            raise out_of_range("a bandwidth", self.bytes_per_second, "bytes/s above 0, and finite")
-        object.__setattr__(self, "bytes_per_second", rate)
+        object.__setattr__(self, "bytes_per_second", _positive(self.bytes_per_second))
 
     @staticmethod
     def gigabytes(per_second: float) -> Bandwidth:
@@ -60,20 +48,19 @@ class Bandwidth:
             >>> Bandwidth.gigabytes(1.25).gigabits_per_second
             10.0
         """
-        return Bandwidth(_scaled(per_second, Fraction(10**9)))
+        return Bandwidth(_positive(per_second) * 1e9)
 
     @staticmethod
     def gigabits(per_second: float) -> Bandwidth:
         """From 10^9 bits a second, as network links are sold; raises as the class."""
-        return Bandwidth(_scaled(per_second, Fraction(10**9, _BITS_A_BYTE)))
+        return Bandwidth(_positive(per_second) * 1.25e8)
 
     @staticmethod
     def parse(text: str) -> Bandwidth:
         """From text with a number and a unit.
 
         Args:
-            text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s"; or the output of `str`. Bits
-                are bit/s, and b/s or bps after a capital M, G or T; bytes are B/s or Bps, with a capital B.
+            text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s".
 
         Raises:
             CallerError: No number, no unit or an unknown one, or a rate out of range.
@@ -83,14 +70,13 @@ class Bandwidth:
             0.9
             >>> Bandwidth.parse("10")
             Traceback (most recent call last):
-            gradengine.errors.CallerError: a bandwidth has an unknown unit: got '10', expected a number with a unit ...
+            gradengine.errors.CallerError: a bandwidth has an unknown unit: got '10', expected text such as ...
         """
-        parts = text.split("=") if isinstance(text, str) and len(text) <= _LONGEST_TEXT else [text]
-        first, *others = map(_parsed, parts)
-        for other in others:
-            if not math.isclose(first.bytes_per_second, other.bytes_per_second, rel_tol=_SAME):
-                raise CallerError("a bandwidth's two notations differ", got=repr(text), expected=f"'{first}'")
-        return first
+        found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+        if found is None or found[2] not in _UNITS:
+            expected = "text such as '10 Gbit/s', '1.25 GB/s' or '12 GiB/s'"
+            raise CallerError("a bandwidth has an unknown unit", got=said(text), expected=expected)
+        return Bandwidth(float(found[1]) * _UNITS[found[2]])
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -100,12 +86,10 @@ class Bandwidth:
     @property
     def gigabits_per_second(self) -> float:
         """10^9 bits a second."""
-        return self.bytes_per_second * _BITS_A_BYTE / 1e9
+        return self.bytes_per_second * 8 / 1e9
 
     def __str__(self) -> str:
-        # Decimal instead of a division, so that `parse` gives the same float back.
-        gigabytes = Decimal(repr(self.bytes_per_second)).scaleb(-9)
-        return f"{_plain(gigabytes)} GB/s = {_plain(gigabytes * _BITS_A_BYTE)} Gbit/s"
+        return f"{self.gigabytes_per_second:.6g} GB/s = {self.gigabits_per_second:.6g} Gbit/s"
 
 
 @final
@@ -192,10 +176,7 @@ class TensorParallelCost:
             >>> round(cost.seconds_per_step(Bandwidth.gigabits(10), latency_seconds=50e-6), 4)
             0.3317
         """
-        if not isinstance(bandwidth, Bandwidth):
-            raise CallerError(
-                "a bandwidth must name its unit", got=said(bandwidth), expected="Bandwidth.gigabits or .gigabytes"
-            )
+        refuse_other_kind("bandwidth", bandwidth, Bandwidth, do="use Bandwidth.gigabits or Bandwidth.gigabytes")
         latency = as_float(latency_seconds)
         if not 0 <= latency < math.inf:
             raise out_of_range("latency_seconds", latency_seconds, "seconds >= 0")
@@ -203,30 +184,8 @@ class TensorParallelCost:
         return self.link_bytes_per_step / bandwidth.bytes_per_second + messages * latency
 
 
-def _scaled(value: object, factor: Fraction) -> float:
-    number = as_number(value)
-    if number is None:
-        raise CallerError("a bandwidth is not a number", got=said(value), expected="a number, or Bandwidth.parse(text)")
-    return _rounded(Fraction(number) * factor) if math.isfinite(number) else number
-
-
-def _rounded(exact: Fraction) -> float:
-    """The nearest float; infinity where it is too large."""
-    try:
-        return float(exact)
-    except OverflowError:
-        return math.inf
-
-
-def _plain(number: Decimal) -> str:
-    return f"{number.normalize():{'f' if 1e-6 <= number < 1e15 else 'E'}}"
-
-
-def _parsed(text: object) -> Bandwidth:
-    found = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST_TEXT else None
-    if found is None:
-        raise CallerError("a bandwidth cannot be read", got=said(text), expected="text such as '10 Gbit/s'")
-    if found["unit"] not in _UNITS:
-        expected = "a number with a unit such as Gbit/s, GB/s or GiB/s"
-        raise CallerError("a bandwidth has an unknown unit", got=said(text), expected=expected)
-    return Bandwidth(_rounded(Fraction(found["number"]) * _UNITS[found["unit"]]))
+def _positive(rate: float) -> float:
+    number = as_float(rate)
+    if not 0 < number < math.inf:  # NaN is refused
+        raise out_of_range("a bandwidth", rate, "a number above 0, and finite; or Bandwidth.parse(text)")
+    return number
