@@ -60,8 +60,7 @@ class GradientLayout:
         self._by_name = {slot.name: slot for span in by_key.values() for slot in span.slots}
         self.slots = tuple(self._by_name[slot.name] for slot in slots)
         # Models list their parameters from input to output, so backward completes them in reverse.
-        appearance = dict.fromkeys(slot.name if slot.block is None else slot.block for slot in self.slots)
-        order = [*reversed(appearance)] if backward_order is None else [*backward_order]
+        order = [*reversed(dict.fromkeys(map(_key_of, self.slots)))] if backward_order is None else backward_order
         if sorted(map(repr, order)) != sorted(map(repr, by_key)):
             raise LayoutMismatch("the backward order does not name each span once", got=order, expected=list(by_key))
         self.spans_by_key = {key: by_key[key] for key in order}
@@ -109,12 +108,6 @@ class GradientLayout:
             ['column', 'replicated']
         """
         named = named_components(gradients)
-        if not named:
-            raise LayoutMismatch(
-                "a layout needs at least one component",
-                got=f"0: a {type(gradients).__name__} without any array or shape",
-                do="pass the arrays that get gradients; if all are frozen there is nothing to accumulate",
-            )
         split = {} if partitions is None else partitions
         refuse_other_kind("partitions", split, Mapping)
         rank, size = checked_rank(tp_rank, 1 if tp_size is None else tp_size, TENSOR_PARALLEL)
@@ -163,16 +156,10 @@ class GradientLayout:
         h, kv, i, v = hidden_size, kv_hidden_size, intermediate_size, vocab_size
         block_shapes = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
         slots = _block_slots(num_blocks, BLOCK_COMPONENTS, block_shapes)
-        tail = dict(zip(NON_BLOCK_COMPONENTS, ((v, h), (h,), (v, h)), strict=True))
-        if not truth_value("embedding", embedding):
-            del tail["embedding"]
-        slots += [Slot(name, _shape_of(name, shape)) for name, shape in tail.items()]
-        order: list[int | str] = [
-            "lm_head",
-            "final_norm",
-            *reversed(range(len(slots) // len(BLOCK_COMPONENTS))),
-            *(["embedding"] if embedding else []),
-        ]
+        count = len(slots) // len(BLOCK_COMPONENTS)
+        tail = NON_BLOCK_COMPONENTS if truth_value("embedding", embedding) else NON_BLOCK_COMPONENTS[:2]
+        slots += [Slot(name, _shape_of(name, (h,) if name == "final_norm" else (v, h))) for name in tail]
+        order = [*tail[:2], *reversed(range(count)), *tail[2:]]
         if tensor_parallel is None:
             return GradientLayout(slots, order)
         refuse_other_kind("tensor_parallel", tensor_parallel, TensorParallelConfig)
@@ -258,8 +245,7 @@ class GradientLayout:
 
     def span_of(self, name: str) -> Span:
         """A component's block, or its own span if it is in none; raises `LayoutMismatch` for an unknown component."""
-        slot = self.slot(name)
-        return self.spans_by_key[slot.name if slot.block is None else slot.block]
+        return self.spans_by_key[_key_of(self.slot(name))]
 
     def non_block_span(self, name: str | int) -> Span:
         """The span of a component outside the blocks, by name or id; raises `LayoutMismatch` if there is none."""
@@ -300,6 +286,11 @@ class GradientLayout:
         )
 
 
+def _key_of(slot: Slot) -> int | str:
+    """The key of a slot's span."""
+    return slot.name if slot.block is None else slot.block
+
+
 def refuse_no_layout(layout: object) -> None:
     """Raise `CallerError` unless this is a layout."""
     do = "pass GradientLayout.of(...), or gradengine.torch.layout_of(model)"
@@ -333,11 +324,8 @@ def _slot(name: str, shape: Sequence[int], block: str | None, partition: Partiti
 
 def _block_slots(num_blocks: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Slot]:
     count = whole_number("num_blocks", num_blocks, 0, _MOST_BLOCKS, LayoutMismatch)
-    return [
-        Slot(f"blocks.{b}.{name}", _shape_of(f"blocks.{b}.{name}", shape), f"blocks.{b}")
-        for b in range(count)
-        for name, shape in zip(names, shapes, strict=True)
-    ]
+    checked = {name: _shape_of(f"blocks.0.{name}", shape) for name, shape in zip(names, shapes, strict=True)}
+    return [Slot(f"blocks.{b}.{name}", shape, f"blocks.{b}") for b in range(count) for name, shape in checked.items()]
 
 
 def _shape_of(name: str, array: Any) -> Shape:

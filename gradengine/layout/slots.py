@@ -99,12 +99,13 @@ class Span:
 def refuse_bad_slots(slots: Sequence[Slot]) -> None:
     """Raise `LayoutMismatch` if there are none, or for a repeated or not UTF-8 name, or an unknown partition."""
     if not slots:
-        raise LayoutMismatch("a layout needs at least one component", got=0)
+        raise LayoutMismatch("a layout needs at least one component", got=0, do="pass the arrays that get gradients")
+    partitions = get_args(Partition)
     seen: set[str] = set()
     for slot in slots:
-        if not isinstance(slot.partition, str) or slot.partition not in get_args(Partition):
-            what, known = f"component '{slot.name}' has an unknown partition", get_args(Partition)
-            raise LayoutMismatch(what, got=said(slot.partition), expected=f"one of {known}")
+        if slot.partition not in partitions:
+            what = f"component '{slot.name}' has an unknown partition"
+            raise LayoutMismatch(what, got=said(slot.partition), expected=f"one of {partitions}")
         try:
             slot.name.encode()
         except UnicodeEncodeError:  # half of a surrogate pair
