@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,8 @@ def whole_number(name: str, value: object, least: int, most: int = MOST, kind: t
     number = as_index(value)
     if number is not None and least <= number <= most:
         return number
-    is_small = most == MOST and (number is None or number < least)
     fault = "is not a whole number" if number is None else "is out of range"
-    expected = f"a whole number >= {least}" if is_small else f"a whole number in {least}..{most}"
+    expected = f"a whole number >= {least}" if most == MOST else f"a whole number in {least}..{most}"
     raise kind(f"{name} {fault}", got=said(value), expected=expected)
 
 
@@ -92,30 +91,26 @@ def said(value: object) -> object:
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"[:_LONGEST_FAULT]
     if type(value) is tuple and len(value) <= _LONGEST_TUPLE:  # a shape, an address
-        items = [type(item).__name__ if isinstance(item, tuple) else str(said(item)) for item in value]
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        return f"({', '.join(str(said(item)) for item in value)}{',' if len(value) == 1 else ''})"
     if value is None:
         return "None"
-    if isinstance(value, int) and value.bit_length() > 1024:
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to show one of more than 4300 digits
         return f"an integer of {value.bit_length()} bits"
     is_scalar = isinstance(value, (np.generic, np.ndarray)) and not value.ndim and not value.dtype.hasobject
     return value if is_scalar or type(value) in {bool, int, float, complex} else type(value).__name__
 
 
-def listed(name: str, values: Any, kind: type[CallerError] = CallerError) -> list[Any]:
-    """The items of an iterable, as a list; raises `kind` if it is text, or not iterable."""
-    return list(iterated(name, values, kind))
+def listed(name: str, values: Any) -> list[Any]:
+    """The items of an iterable, as a list; raises `CallerError` if it is text, or not iterable."""
+    return list(iterated(name, values))
 
 
-def iterated(name: str, values: Any, kind: type[CallerError] = CallerError) -> Iterator[Any]:
-    """An iterator over an iterable; raises `kind` if it is text, or not iterable."""
-    try:
-        items: Iterator[Any] | None = None if isinstance(values, (str, bytes)) else iter(values)
-    except TypeError:  # an array without dimensions too
-        items = None
-    if items is None:
-        raise kind(f"{name} is not a sequence", got=said(values), expected="a list")
-    return items
+def iterated(name: str, values: Any) -> Iterator[Any]:
+    """An iterator over an iterable; raises `CallerError` if it is text, or not iterable."""
+    # A NumPy or torch array without dimensions has the method, and cannot be iterated over.
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise CallerError(f"{name} is not a sequence", got=said(values), expected="a list")
+    return iter(values)
 
 
 def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | None = None) -> None:

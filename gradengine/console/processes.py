@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 
@@ -32,13 +32,6 @@ Job: TypeAlias = Callable[..., None]  # picklable; called with report=, a `Repor
 _DEADLINE_SECONDS = 120.0
 _JOIN_SECONDS = 2.0  # for a process that was told to end
 _ROOT_CAUSE_SECONDS = 5.0  # for the process at fault to report, after others lost it: rank 0 leaves them within two
-
-
-class _Failed(NamedTuple):
-    """The last report of a worker that gives up."""
-
-    message: str
-    lost_peer: bool  # another worker is at fault, and may still report the cause
 
 
 @final
@@ -176,14 +169,14 @@ class ProcessPool:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                     raise PeerLost(f"{worker} {how}", do="the others have been stopped") from None
                 continue
-            if isinstance(report, _Failed):
+            if isinstance(report, GradientError):
                 raise self._root_cause(worker, report)
             yield worker, report
 
-    def _root_cause(self, worker: Worker, failed: _Failed) -> ExchangeError:
+    def _root_cause(self, worker: Worker, failed: GradientError) -> ExchangeError:
         """Return the error to raise when a worker gave up: that of the worker at fault, not of the first to notice."""
         worker.is_at_work, deadline = False, time.monotonic() + _ROOT_CAUSE_SECONDS
-        while failed.lost_peer and (others := [each for each in self._running if each.is_at_work]):
+        while isinstance(failed, PeerLost) and (others := [each for each in self._running if each.is_at_work]):
             if not wait([each.connection for each in others], max(0.0, deadline - time.monotonic())):
                 break
             try:
@@ -191,7 +184,7 @@ class ProcessPool:
             except ExchangeError as cause:
                 return cause
         worker.process.join(_JOIN_SECONDS)  # it may still be printing what a bug report needs
-        return ExchangeError(f"{worker.name}: {failed.message}")
+        return ExchangeError(f"{worker.name}: {failed}")
 
 
 @contextlib.contextmanager
@@ -223,10 +216,11 @@ def _serve(connection: Connection[Any, Any]) -> None:
     except (BrokenPipeError, EOFError):
         sys.exit(1)  # the parent has gone: there is nobody to report to
     except GradientError as failure:
-        report(_Failed(str(failure), isinstance(failure, PeerLost)))
+        # If this worker lost another one, that one is at fault, and may still report the cause.
+        report(PeerLost(str(failure)) if isinstance(failure, PeerLost) else GradientError(str(failure)))
         sys.exit(1)
     except Exception as fault:
-        report(_Failed(f"{type(fault).__name__}: {fault}", lost_peer=False))
+        report(GradientError(f"{type(fault).__name__}: {fault}"))
         raise
 
 

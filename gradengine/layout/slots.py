@@ -103,7 +103,7 @@ def refuse_bad_slots(slots: Sequence[Slot]) -> None:
     partitions = get_args(Partition)
     seen: set[str] = set()
     for slot in slots:
-        if slot.partition not in partitions:
+        if not isinstance(slot.partition, str) or slot.partition not in partitions:
             what = f"component '{slot.name}' has an unknown partition"
             raise LayoutMismatch(what, got=said(slot.partition), expected=f"one of {partitions}")
         try:
