@@ -172,10 +172,6 @@ def closing(make):
     return call
 
 
-def no_table(v):
-    return ge.GradientLayout.of({v: (2,)}).table() if isinstance(v, Hashable) else None
-
-
 def reached(host):
     ge.connect(f"tcp://{host}:1" if type(host) is str else host, 0, 1, served=True, join_timeout=0.01).bind(
         LAYOUT, floats(LAYOUT.arena_size)
@@ -272,7 +268,7 @@ CALLS = dict(varied()) | {
     "GradientLayout.of([shape])": lambda v: ge.GradientLayout.of([v]),
     "GradientLayout.of([(dimension,)])": lambda v: ge.GradientLayout.of([(v,)]),
     "GradientLayout.of({partition})": lambda v: ge.GradientLayout.of([(3,)], tp_size=2, partitions={"0": v}),
-    "GradientLayout.of({name: shape})": no_table,
+    "GradientLayout.of({name: shape})": lambda v: ge.GradientLayout.of({v: (2,)}) if isinstance(v, Hashable) else None,
     "layout.slot": LAYOUT.slot,
     "layout.block": LAYOUT.block,
     "layout_from_table": layout_from_table,
