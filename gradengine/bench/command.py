@@ -24,8 +24,6 @@ from gradengine.console.options import STDOUT, one_of, print_or_save, writable_j
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-__all__ = ["bench"]
-
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # of peers: torch takes a norm in the gradients' dtype
 _TOLERANCE_OF_SUMS = 1e-5
 _ON_GPU, _ON_HOST = 24, 6  # blocks: the 350M model, and a quarter of it

@@ -21,11 +21,6 @@ from gradengine.kernels import Kernels, kernels_for
 from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.host_threads import available_cpus
 
-__all__ = [
-    "Array", "Case", "Device", "Gpu", "Host", "Missing", "Sample", "Tensor", "launching", "on_all_cpus", "open_gpu",
-    "open_host",
-]  # fmt: skip
-
 Array: TypeAlias = Any  # NumPy's or CuPy's
 Tensor: TypeAlias = Any
 

@@ -23,11 +23,6 @@ from gradengine.bench.machine import load, machine, versions
 from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host_threads import available_cpus
 
-__all__ = [
-    "COPY", "NOISY", "Absent", "Benchmark", "Progress", "Report", "ResultsDiffer", "Row", "Variant", "as_json", "check",
-    "compared", "in_turn", "interleave", "is_noisy", "measure", "reason", "relative_error", "silent", "yardstick",
-]  # fmt: skip
-
 COPY = "copy"
 NOISY = 1.25  # upper / lower quartile of a ratio's rounds, above which it is not given: 9 in 10 recorded ones are below
 _PIECES = 32  # of the copy's arrays, each of, which is so many times the same random numbers

@@ -17,8 +17,6 @@ import numpy as np
 import gradengine
 from gradengine.kernels.host_threads import available_cpus
 
-__all__ = ["commit_of", "load", "machine", "versions"]
-
 
 def machine(xp: Any = np) -> dict[str, object]:
     """CPU model, cores this process may use, bytes of memory, and system; if `xp` is CuPy, also its first GPU."""

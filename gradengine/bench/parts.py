@@ -28,8 +28,6 @@ from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused
 from gradengine.kernels import ClipPlan
 
-__all__ = ["accumulate", "bytes_of_adding", "clip", "clipped", "norm", "ours", "restored", "summed"]
-
 _OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
 _KEPT = 0.7  # of a norm that is clipped: a power of 2 would round nothing
 _TO_BF16 = 2.0**-8  # relative error of one rounding to bfloat16

@@ -13,8 +13,6 @@ from gradengine.bench.device import Array, Case, Device, Tensor
 from gradengine.bench.harness import Variant
 from gradengine.bench.workload import Workload, widened
 
-__all__ = ["ByHand", "Peer", "Torch", "adding", "peers", "torch_name"]
-
 
 @final
 class ByHand:

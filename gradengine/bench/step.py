@@ -35,8 +35,6 @@ from gradengine.bench.workload import Workload
 from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
 
-__all__ = ["bytes_of_step", "our_step", "our_steps", "step"]
-
 
 def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
     """Ours without holding and with it, by hand, and torch; on a GPU ours and torch as CUDA graphs too.

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from gradengine.bench.harness import COPY, NOISY, Report, Row, compared, is_noisy
 
-__all__ = ["table_of"]
-
 _ON_A_GPU: Mapping[str, Callable[[Row], str]] = {
     "device ms": lambda row: f"{1e3 * row.device_s:.3f}",
     "wall ms": lambda row: f"{1e3 * row.wall_s:.3f}",

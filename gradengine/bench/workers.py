@@ -29,8 +29,6 @@ from gradengine.console.processes import ProcessPool, Reporter
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
-__all__ = ["Crew", "Reduction", "ThreadReductions", "exchange_variants", "span_layout"]
-
 _SPAN = 1 << 20  # elements: 4 MB, a weight matrix of the 350M model
 _JOIN_SECONDS = 60.0
 

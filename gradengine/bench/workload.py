@@ -15,8 +15,6 @@ from gradengine.bench.harness import relative_error
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-__all__ = ["Workload", "model_layout", "norm_of", "widened"]
-
 _SHIFTS = 1 << 20  # places in the pool of random numbers where a component may begin
 _STRIDE = 4801  # between the beginnings of one component and the next: odd, so that all places come
 

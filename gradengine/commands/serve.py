@@ -20,8 +20,6 @@ from rich.table import Table
 from gradengine.exchange import GradientServer
 from gradengine.exchange.launchers import read_secret, secret_in
 
-__all__ = ["serve"]
-
 _TERMINATED = 143  # as shells say it of SIGTERM
 
 

@@ -14,8 +14,6 @@ import typer
 
 from gradengine.errors import CallerError
 
-__all__ = ["STDOUT", "flag", "one_of", "print_or_save", "refuse_bad_plot", "save", "speaking_of", "writable_json"]
-
 STDOUT = Path("-")
 
 Given = TypeVar("Given", str, list[str] | None)

@@ -25,8 +25,6 @@ from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, Pe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Job", "ProcessPool", "Reporter", "Worker", "interrupts_blocked"]
-
 Job: TypeAlias = Callable[..., None]  # picklable; called with report=, a `Reporter`
 
 _DEADLINE_SECONDS = 120.0

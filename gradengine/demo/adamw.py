@@ -12,8 +12,6 @@ import numpy as np
 
 from gradengine.demo.model import Array
 
-__all__ = ["AdamW", "warmup_cosine"]
-
 
 class AdamW:
     """The optimizer.

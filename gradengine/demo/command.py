@@ -28,8 +28,6 @@ from gradengine.errors import CallerError
 from gradengine.exchange import Exchange
 from gradengine.exchange.launchers import read_world
 
-__all__ = ["demo"]
-
 _PLOT = Path("out/demo-loss.png")
 _OPTIONS = {
     "hidden_size": "--hidden-size", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "tp_size": "--tp",

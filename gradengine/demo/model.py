@@ -21,11 +21,6 @@ import numpy as np
 from gradengine.errors import CallerError
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
-__all__ = [
-    "COMPONENTS", "AllReduce", "Array", "LlamaConfig", "Weights", "block_names", "forward_backward",
-    "initial_weights", "stream_gradients",
-]  # fmt: skip
-
 Array: TypeAlias = Any  # of NumPy, float32 or float64
 Weights: TypeAlias = dict[str, Array]  # or gradients, by name as `LlamaConfig.weight_shapes` gives them
 AllReduce: TypeAlias = Callable[[Array], Array]  # a shard's partial sum (N, H) to the sum over all, maybe in place

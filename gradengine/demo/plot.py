@@ -8,8 +8,6 @@ from matplotlib.figure import Figure
 from gradengine.demo.run import Record
 from gradengine.demo.settings import counted
 
-__all__ = ["drawn"]
-
 _TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
 
 

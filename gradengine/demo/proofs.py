@@ -22,8 +22,6 @@ from gradengine.demo.settings import counted
 from gradengine.demo.worker import Finished
 from gradengine.engine.trainer import weights_digest
 
-__all__ = ["Proof", "distance", "prove"]
-
 LIMIT = 1e-2
 """Of the way trained: in 20 steps the order of additions makes 1e-7 to 1e-3 of it, most where the rate is high, and a
 micro-batch lost in the last step 2e-2. After many more steps order alone makes as much: then too many are compared."""

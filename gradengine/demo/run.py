@@ -18,8 +18,6 @@ from gradengine.demo.text import Texts
 from gradengine.demo.worker import Finished, Listening, Step, replay, train_at, train_launched
 from gradengine.exchange import Exchange
 
-__all__ = ["Record", "Say", "begin_anew", "replay_all", "train"]
-
 Say = Callable[[str, str], None]  # a name and what there is to say of it, one line
 
 ENVIRONMENT = {

@@ -7,8 +7,6 @@ from enum import Enum
 
 from gradengine.demo.model import LlamaConfig
 
-__all__ = ["Settings", "Transport", "counted"]
-
 
 class Transport(str, Enum):
     """How gradients are exchanged: `TCP` starts a process for each rank.

@@ -17,8 +17,6 @@ from gradengine.errors import PeerLost
 from gradengine.exchange import Exchange, local_group
 from gradengine.layout.shards import Shard
 
-__all__ = ["TensorParallelRank", "cut", "run_threads", "tensor_parallel_group", "united"]
-
 T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 120.0  # longer than a worker's for other workers: whoever waits for those is not to blame

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from gradengine.errors import CallerError
 
-__all__ = ["Texts", "Tokens", "micro_batch", "read_texts", "unigram_entropy"]
-
 Tokens: TypeAlias = npt.NDArray[np.uint8]
 
 MIN_TEXT_BYTES = 10_000

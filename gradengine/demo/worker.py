@@ -23,11 +23,6 @@ from gradengine.engine.trainer import DistributedTrainer, weights_digest
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
-__all__ = [
-    "Finished", "Learner", "Listening", "Report", "Step", "join_launched", "layout_of", "replay",
-    "train_as_threads", "train_at", "train_launched",
-]  # fmt: skip
-
 _TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
 _EVALUATION_BATCHES = 24
 

@@ -17,8 +17,6 @@ from gradengine.plan.prediction import DEVICES, DTYPES, OPTIMIZERS, Question, pr
 from gradengine.plan.table import show
 from gradengine.plan.traffic import SOCKETS
 
-__all__ = ["plan"]
-
 _OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Question)} | {
     "tp_size": "--tp", "num_heads": "the model's heads", "num_kv_heads": "the model's key-value heads",
     "intermediate_size": "the model's intermediate size", "vocab_size": "the model's vocabulary",

@@ -13,8 +13,6 @@ from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
-__all__ = ["NAMED", "Embedding", "Model", "load_model"]
-
 Embedding: TypeAlias = Literal["own", "tied", "frozen"]  # trained by itself; the LM head's; not trained
 
 

@@ -16,8 +16,6 @@ from gradengine.layout.cost import Bandwidth, TensorParallelCost
 from gradengine.plan.models import Model
 from gradengine.plan.traffic import NCCL, SERVED, SOCKETS, TCP, Traffic, ready_seconds, traffic_of, weights_multiplied
 
-__all__ = ["Plan", "Question", "predict"]
-
 DEVICES = ("cpu", "cuda")
 DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}  # bytes of fp32 state for a weight

@@ -14,8 +14,6 @@ from rich.text import Text
 from gradengine.plan.prediction import Plan
 from gradengine.plan.traffic import NCCL, TCP
 
-__all__ = ["duration", "show", "size"]
-
 _HOW = {
     TCP: "connect() uses shared memory by itself between ranks of one host, which is faster: the same bits.",
     NCCL: "connect(process_group=torch.distributed.group.WORLD) sums by NCCL in rank order: docs/nccl.md.",

@@ -15,8 +15,6 @@ from itertools import accumulate
 from gradengine.layout import GradientLayout, Span
 from gradengine.layout.cost import Bandwidth
 
-__all__ = ["NCCL", "SERVED", "SOCKETS", "TCP", "Traffic", "ready_seconds", "traffic_of", "weights_multiplied"]
-
 TCP, SERVED, NCCL = "tcp://", "served=True", "process_group="  # as they are passed to `connect`
 # 100 MB between two ranks take 84.5 ms over tcp://, sums included: docs/measured.md.
 SOCKETS = Bandwidth.gigabytes(1.2)
