@@ -46,17 +46,13 @@ class Missing(Exception):
     """A variant needs something that is missing here; it keeps its line in the table."""
 
 
-def nothing() -> None:
-    """Do nothing: the preparation of a case that needs none."""
-
-
 @dataclass(frozen=True)
 class Case:
     """Work that is timed."""
 
     run: Callable[[], object]  # does it once; this alone is timed
     error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
-    prepare: Callable[[], object] = nothing  # puts back what a run changes; before each run, untimed
+    prepare: Callable[[], object] = lambda: None  # puts back what a run changes; before each run, untimed
 
 
 class Sample(NamedTuple):

@@ -86,7 +86,6 @@ NAMED: Mapping[str, Model] = {
     )
 }
 
-_LARGEST_FILE = 1 << 20
 _LARGEST = (10_000_000, 10_000)  # a size; blocks, of which each is nine rows of a layout
 # A family's code may build what no key says: only those are taken whose blocks are known to be a Llama's.
 _TAKEN: Mapping[str, tuple[object, ...]] = {
@@ -111,11 +110,9 @@ def load_model(name: str) -> Model:
     """
     if name.lower() in NAMED:
         return NAMED[name.lower()]
-    path, config = Path(name), None
+    path = Path(name)
     try:
-        if path.is_file():  # reading a pipe might wait for ever
-            with path.open("rb") as file:
-                config = json.loads(file.read(_LARGEST_FILE))
+        config = json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe might wait for ever
     except (OSError, ValueError, RecursionError) as fault:
         what = f"{said(name)} cannot be read as JSON: {str(fault)[:80]}"
         raise CallerError(what, expected="a Llama's config.json") from None
