@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,10 +107,11 @@ def listed(name: str, values: Any) -> list[Any]:
 
 def iterated(name: str, values: Any) -> Iterator[Any]:
     """An iterator over an iterable; raises `CallerError` if it is text, or not iterable."""
-    # A NumPy or torch array without dimensions has the method, and cannot be iterated over.
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise CallerError(f"{name} is not a sequence", got=said(values), expected="a list")
-    return iter(values)
+    items: Any = None if isinstance(values, (str, bytes)) else values
+    try:
+        return iter(items)
+    except TypeError:  # an array without dimensions too
+        raise CallerError(f"{name} is not a sequence", got=said(values), expected="a list") from None
 
 
 def refuse_unknown(name: str, value: object, known: Sequence[str], do: str | None = None) -> None:

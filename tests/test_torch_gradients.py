@@ -111,7 +111,7 @@ class TestLayout:
             GradientLayout.of(torch.nn.ReLU())
 
     def test_what_is_no_module_is_refused(self):
-        for given in (None, [torch.ones(2)], torch.ones(2), {}, "ab", 5):
+        for given in (None, [torch.ones(2)], torch.ones(2), {"w": 1}, "ab", 5):
             for call in (layout_of, gradients_of, lambda module: tensors_of(module, {})):
                 with pytest.raises(CallerError, match="torch module") as caught:
                     call(given)

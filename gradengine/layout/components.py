@@ -111,15 +111,16 @@ def memory_order(tensor: Any) -> Order | None:
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    torch: Any = sys.modules.get("torch")
-    is_holder, expected = hasattr(module, "named_parameters"), "torch.nn.Module, or a list of its parameters"
-    is_other = isinstance(module, (str, bytes, Mapping)) or hasattr(module, "shape")  # rows are no parameters
-    is_list = isinstance(module, Iterable) and not is_other
-    kind = getattr(torch, "Tensor", ()) if is_holder else getattr(getattr(torch, "nn", None), "Parameter", ())
-    do = "of another framework pass dict(module.named_parameters()) to GradientLayout.of" if is_holder else None
-    pairs = module.named_parameters() if is_holder else enumerate(module if is_list else [None])
+    torch, is_module = sys.modules.get("torch"), hasattr(module, "named_parameters")
+    if is_module:
+        pairs, kind = module.named_parameters(), getattr(torch, "Tensor", ())
+    else:  # the items of another collection are no parameters
+        pairs = enumerate(module if isinstance(module, Iterable) else [None])
+        kind = getattr(getattr(torch, "nn", None), "Parameter", ())
     for name, parameter in pairs:
         if not isinstance(parameter, kind):
+            expected = "torch.nn.Module, or a list of its parameters"
+            do = "of another framework pass dict(module.named_parameters()) to GradientLayout.of" if is_module else None
             raise CallerError("not a torch module", got=type(module).__name__, expected=expected, do=do)
         yield str(name), parameter
 
