@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from gradengine.arguments import as_index, said
+from gradengine.arguments import said, whole_number
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 from gradengine.layout.tensor_parallel import TensorParallelConfig
@@ -139,10 +139,7 @@ def _llama(config: Mapping[str, Any], path: Path) -> Model:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    number, most = as_index(config.get(key)), _LARGEST[key == "num_hidden_layers"]
-    if number is None or not 1 <= number <= most:
-        raise _refused(key, config.get(key), f"a whole number in 1..{most}")
-    return number
+    return whole_number(f"'{key}'", config.get(key), 1, _LARGEST[key == "num_hidden_layers"])
 
 
 def _refused(key: str, got: object, expected: str) -> CallerError:
