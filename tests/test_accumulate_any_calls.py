@@ -35,7 +35,7 @@ class AnyCalls(RuleBasedStateMachine):
     def begin(self, hold, data):
         self.layout = data.draw(st.one_of(st.sampled_from([ODD, SMALL]), draw.uneven_layouts(self.backend.chunk)))
         self.accumulator = new(self.layout, hold, self.backend)
-        assert self.accumulator._alone  # whose tables go to the device once
+        assert self.accumulator.alone  # whose tables go to the device once
         self.forget()
         self.seed, self.buffers = 0, {}
 
@@ -147,23 +147,28 @@ class AnyCalls(RuleBasedStateMachine):
     def add_component_by_component(self, data, dtype, weight):
         """Some perhaps twice, whose gradients add up, and some not at all."""
         slots = data.draw(st.lists(st.sampled_from(self.layout.slots), min_size=1, max_size=4))
-        add, begins = self.accumulator.add_component, True
+        accumulator, begins = self.accumulator, True
         fits = set(self.counts.values()) == {len(self.weights)}
+
+        def add(slot, array, weight):
+            accumulator.add_components(accumulator.alone[slot.name], [array], weight)
+
         for slot, gradient in zip(slots, self.gradients(slots, dtype), strict=True):
             (array,) = self.put([gradient])
-            self.call(fits, functools.partial(add, begins=begins), slot.name, array, weight)
-            if not fits:
-                return
             if begins:
+                self.call(fits, accumulator.begin_micro_batch, weight, {slot.name: array})
+                if not fits:
+                    return
                 self.weights.append(np.float32(weight))
-            self.refused(functools.partial(add, begins=False), slot.name, self.put([gradient])[0], 7.0)
-            self.refused(functools.partial(add, begins=True), slot.name, array, weight)
+            self.refused(accumulator.begin_micro_batch, weight, {slot.name: array})
+            self.refused(add, slot, array, 7.0)
+            add(slot, array, weight)
             self.take_more(slot, gradient, weight)
             begins = False
         self.refused(self.accumulator.add, self.put(draw.random_gradients(0, self.layout.slots)), weight)
         self.accumulator.end_micro_batch()
         self.counts = dict.fromkeys(self.counts, len(self.weights))
-        self.refused(functools.partial(add, begins=False), slot.name, array, weight)
+        self.refused(add, slot, array, weight)
 
     @precondition(lambda self: self.layout is ODD)
     @rule(case=st.integers(0, 8), measure=st.booleans())

@@ -173,7 +173,7 @@ class Stand:
     # ---- what is called ----
 
     def call(self, call):
-        engine = self.engine
+        engine, adder = self.engine, self.engine.accumulator
         calls = {
             Call.ADD: lambda: engine.add(self.of[1]),
             Call.ADD_PART: lambda: engine.add_non_block("head", self.of[1][1]),
@@ -188,7 +188,7 @@ class Stand:
             Call.SAVE: engine.state_dict,
             Call.LOAD: lambda: engine.load_state_dict(GradientEngine(LAYOUT).state_dict()),
             Call.BEGIN: lambda: engine.micro_batch().add("head", self.of[1][1]),
-            Call.COMPONENT: lambda: engine.accumulator.add_component("head", self.of[1][1], begins=False),
+            Call.COMPONENT: lambda: adder.add_components(adder.alone["head"], [self.of[1][1]]),
         }
         return calls[call]()
 

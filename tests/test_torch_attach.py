@@ -169,15 +169,15 @@ class TestAsTorchsOwnLoop:
         """Streams are numbers that the CPU's device only notes."""
         attached, ours, theirs, engines = pair()
         streams, current, added = iter([7, 7, 7, *[8] * 6, 8, 8]), [], []
-        device, add_group = engines[0].accumulator.kernels.device, engines[0].accumulator.add_group
+        device, add = engines[0].accumulator.kernels.device, engines[0].accumulator.add_components
         monkeypatch.setattr(attached, "_current_stream", lambda: next(streams))
         monkeypatch.setattr(type(device), "on", lambda _, stream: contextlib.nullcontext(current.append(stream)))
 
-        def note(group, gradients, *given, **options):
+        def note(span, gradients, *given, **options):
             added.append((current[-1], sum(gradient is not None for gradient in gradients)))
-            add_group(group, gradients, *given, **options)
+            add(span, gradients, *given, **options)
 
-        monkeypatch.setattr(engines[0].accumulator, "add_group", note)
+        monkeypatch.setattr(engines[0].accumulator, "add_components", note)
         loss_of(ours, 0).backward()
         by_hand(theirs, engines[1], loss_of(theirs, 0))
         assert added == [(7, 3), (8, 5)]

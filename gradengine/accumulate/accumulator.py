@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gradengine.accumulate.block import BlockGradientSet
 from gradengine.accumulate.destinations import KnownDestinations
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order
-from gradengine.accumulate.groups import Group, Groups
+from gradengine.accumulate.groups import Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
@@ -192,27 +192,15 @@ class PerBlockGradientAccumulator:
         """
         self._add_part(self.layout.non_block_span(name), [gradient], weight, measure)
 
-    def add_component(
-        self, name: str, gradient: object, weight: SupportsFloat = 1.0, *, begins: bool, measure: bool = False
-    ) -> None:
-        """Add one component, in a block or not, of a micro-batch that is added component by component.
+    def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
+        """Begin a micro-batch that is added component by component; `first` is checked here, and not added.
 
-        If it is added again in the micro-batch its gradients add up, in order of the calls. `begins` says that it is
-        the first: the micro-batch counts from now on, and is over at `end_micro_batch()`. The rest is as for `add`.
+        The micro-batch counts from now on. It is over at `end_micro_batch()`.
 
         Raises:
-            LayoutMismatch: No such component, or another shape.
-            BufferRefused: The gradient's dtype, device, strides or memory is not supported.
-            WindowError: The weight is bad, a component has fewer micro-batches than the others, or the component's
-                block is being sent to the other workers.
+            LayoutMismatch, BufferRefused: The first gradient is one that `add_components` would refuse.
+            WindowError: The weight is bad, or a component has fewer micro-batches than the others.
         """
-        if not begins:
-            self._refuse_on_its_way(self.layout.span_of(name))
-        alone = self._alone[self.layout.slot(name).name]
-        self._add(Call.BEGIN if begins else Call.COMPONENT, alone, [gradient], weight, measure)
-
-    def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
-        """Begin a micro-batch whose gradients are added by `add_group`; the first of them is checked, not added."""
         added, scalar = self.state.ask(Call.BEGIN), checked_weight(weight)
         self._window.refuse_lagging(self.layout.slots)
         for name, gradient in first.items():
@@ -220,18 +208,27 @@ class PerBlockGradientAccumulator:
         self.state.now = added  # first, so that after an interrupt nothing goes on with a window that is half begun
         self._window.begin(scalar)
 
-    def add_group(
-        self, group: Group, gradients: Sequence[object], weight: SupportsFloat = 1.0, *, measure: bool = False
+    def add_components(
+        self, span: Span, gradients: Sequence[object], weight: SupportsFloat = 1.0, *, measure: bool = False
     ) -> None:
-        """Add a gradient, or None, for each component of one of `groups`, in order; otherwise as `add_component`."""
-        for slot, gradient in zip(group.span.slots, gradients, strict=True) if self._left else ():
+        """Add a gradient, or None, for each component of a span, within a micro-batch that has begun.
+
+        The gradients of a component that is added again add up, in order of the calls. Spans are those of `groups`
+        and of `alone`.
+
+        Raises:
+            LayoutMismatch: A gradient has another shape.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported.
+            WindowError: The micro-batch has another weight, or a component was sent to the other workers already.
+        """
+        for slot, gradient in zip(span.slots, gradients, strict=True) if self._left else ():
             if gradient is not None:
-                self._refuse_on_its_way(self.layout.span_of(slot.name))
-        self._add(Call.COMPONENT, group.span, gradients, weight, measure)
+                self._refuse_on_its_way(slot.name)
+        self._add(Call.COMPONENT, span, gradients, weight, measure)
 
     def note_added(self, name: str) -> None:
-        """Note that a component's memory was added to by its own layer; raises as `add_component`."""
-        self._refuse_on_its_way(self.layout.span_of(name))
+        """Note that a component's memory was added to by its own layer; raises as `add_components`."""
+        self._refuse_on_its_way(name)
         self.state.ask(Call.COMPONENT)
         self._window.note_added(self.layout.slot(name).position, name)
 
@@ -378,7 +375,7 @@ class PerBlockGradientAccumulator:
         return NamedArrays(arrays, self.layout.orders)
 
     @cached_property
-    def _alone(self) -> Mapping[str, Span]:
+    def alone(self) -> Mapping[str, Span]:
         """Component name -> a span of it alone."""
         own = {s.slots[0].name: s for s in self.layout.spans if len(s.slots) == 1}
         spans = {s.name: own.get(s.name) or Span.of([s], f"component '{s.name}'") for s in self.layout.slots}
@@ -433,7 +430,8 @@ class PerBlockGradientAccumulator:
             raise self._on_its_way(span.called)
         self._add(Call.ADD_PART, span, gradients, weight, measure, prefix)
 
-    def _refuse_on_its_way(self, span: Span) -> None:
+    def _refuse_on_its_way(self, name: str) -> None:
+        span = self.layout.span_of(name)
         if span in self._left:
             self.state.ask(Call.COMPONENT)
             raise self._on_its_way(span.called, do="use micro_batch(last=False) if a component is added more than once")
@@ -472,8 +470,6 @@ class PerBlockGradientAccumulator:
         sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))
-        if call is Call.BEGIN:
-            self._window.refuse_lagging(self.layout.slots)
         contribution = self._intake.contribution(span, sources)
         self._window.refuse_other_weight(span, scalar)
         if self.hold > 1:

@@ -51,7 +51,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             self.add_noted()
         else:
             self._begin(name, gradient)
-        self._accumulator.add_component(name, gradient, self._weight, begins=False, measure=self._measure)
+        alone = self._accumulator.alone[self._layout.slot(name).name]
+        self._accumulator.add_components(alone, [gradient], self._weight, measure=self._measure)
         self._send_complete([name])
 
     @whole
@@ -136,7 +137,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         try:
             for group, gradients in self._noted.taken():
                 self._refuse_if_over()
-                self._accumulator.add_group(group, gradients, self._weight, measure=self._measure)
+                self._accumulator.add_components(group.span, gradients, self._weight, measure=self._measure)
                 pairs = zip(group.span.slots, gradients, strict=True)
                 self._send_complete(slot.name for slot, gradient in pairs if gradient is not None)
         except BaseException as fault:
