@@ -99,20 +99,11 @@ def by_value(
     """
     for size, capacity in capacities.items():
         if addresses.size <= capacity:
-            argument = np.zeros(1, _argument_type(capacity, len(weights)))
-            argument["address"][0, : addresses.size] = addresses
-            if weights:
-                argument["weight"][0, :] = weights
-            return size, argument
+            words = np.zeros(capacity + -(-len(weights) // 2), np.uint64)
+            words[: addresses.size] = addresses
+            words[capacity:].view(np.float32)[: len(weights)] = weights
+            return size, words.view(f"V{words.nbytes}")
     return None
-
-
-@functools.cache
-def _argument_type(capacity: int, weights: int) -> np.dtype[Any]:
-    fields: list[Any] = [("address", "<u8", (capacity,))]
-    if weights:
-        fields.append(("weight", "<f4", (weights,)))
-    return np.dtype(fields, align=True)
 
 
 @final
@@ -162,13 +153,12 @@ class Launches:
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        carried = by_value(addresses, weights, self._capacities)
-        size, *rest = carried or self._by_memory(addresses, weights)
+        size, *rest = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
         self.run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
 
     def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:
-        carried = [np.array([(weights,)], [("weight", "<f4", (len(weights),))])] if weights else []
+        carried = [np.array(weights, np.float32).view(f"V{4 * len(weights)}")] if weights else []
         return "table", *carried, self._device.sent(addresses)
 
     def run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
