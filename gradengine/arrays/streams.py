@@ -42,22 +42,12 @@ class NamedStream(ProducerStream):
 
 def stream_handle(stream: Any) -> int:
     """The handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself."""
-    for handle in map(as_index, (*_handles(stream), stream)):
-        if handle is not None and 0 <= handle <= MOST:
-            return handle
-    raise CallerError(
-        "not a CUDA stream",
-        got=said(stream),
-        expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle >= 0",
-    )
-
-
-def _handles(stream: Any) -> tuple[object, ...]:
-    """The handle by `__cuda_stream__`, then by torch's `cuda_stream`."""
-    try:
-        protocol = getattr(stream, "__cuda_stream__", None)
-        answer = protocol() if callable(protocol) else protocol
-        named = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
-        return named, getattr(stream, "cuda_stream", None)
-    except Exception:  # noqa: BLE001  (a framework's own object, and its own errors)
-        return ()
+    protocol = getattr(stream, "__cuda_stream__", None)
+    handle = as_index(protocol()[1] if callable(protocol) else getattr(stream, "cuda_stream", stream))
+    if handle is None or not 0 <= handle <= MOST:
+        raise CallerError(
+            "not a CUDA stream",
+            got=said(stream),
+            expected="a CuPy or torch stream, an object with __cuda_stream__, or a handle >= 0",
+        )
+    return handle

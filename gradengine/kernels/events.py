@@ -35,7 +35,8 @@ class Events(AbstractContextManager[None]):
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self._runtime, self._ordinal = xp.cuda.runtime, ordinal
-        self._exchange_mode = _driver(xp).cuThreadExchangeStreamCaptureMode
+        driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # CuPy has loaded it
+        self._exchange_mode = driver.cuThreadExchangeStreamCaptureMode
 
     def __enter__(self) -> None:
         """All threads may be in it at once."""
@@ -109,12 +110,6 @@ class Entered(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.__exit__(kind, fault, trace)
-
-
-def _driver(xp: Any) -> Any:
-    """CUDA's driver, for functions that CuPy does not have; or that of a stand-in for CuPy."""
-    stand_in = getattr(xp.cuda, "libcuda", None)
-    return stand_in or ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # CuPy has loaded it
 
 
 @final
