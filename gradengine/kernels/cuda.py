@@ -148,21 +148,20 @@ class CudaKernels(Kernels):
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
-        """See `Kernels.hand_back`; one launch. A decision that the host took is applied factor by factor."""
+        """See `Kernels.hand_back`; one launch."""
         there = arena.in_place if destinations is None else destinations
         if isinstance(decision, DeviceDecision):
-            work, factors = self._hand_back_to(arena, plan, there), (decision.all_factors, decision.skipped)
-            with arena.in_order():
-                self._hand_back(work, (*factors, np.float32(1)))
-            return
-        if decision.skipped:
+            factors = decision.all_factors, decision.skipped, np.float32(1)
+        elif decision.skipped:
             self.fill_zero(list(there.values()))
             return
-        alike: dict[np.float32, list[int]] = {}
-        for position in there:
-            alike.setdefault(decision.factors[plan.groups[position]], []).append(position)
-        for factor, positions in alike.items():
-            self.scale([arena.targets[p] for p in positions], factor, [there[p] for p in positions])
+        elif len(decision.factors) == 1:
+            factors = _NULL, _NULL, decision.factor
+        else:
+            factors = self.device.sent(np.array(decision.factors, np.float32)), _NULL, np.float32(1)
+        work = self._hand_back_to(arena, plan, there)
+        with arena.in_order():
+            self._hand_back(work, factors)
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
         """See `Kernels.scale`; one launch."""
