@@ -1,10 +1,9 @@
-"""A step's sums over workers by a process group's own calls on their GPUs: all of it is queued, nothing waits.
+"""Sums a step over workers by a process group's own calls on their GPUs. All work is queued, nothing waits.
 
-Each share is summed by its owner in rank order from rank 0's value on, with K1, as everywhere. In rounds of at most one
-share of each owner, one call brings each owner the parts of its share, and another sends its sum to all. They run on a
-stream of their own, as their spans complete, while backward goes on; a step's other work is ordered by events. What
-the ranks would tell each other on the host goes by one more call, and is added up on the device: a few numbers of each,
-and which components it had no gradient for.
+The owner of a share sums it in rank order from rank 0's value on, with K1, as everywhere. A round has at most one share
+of each owner: one call sends each owner the parts of its share, and another sends its sum to all ranks. The calls run
+on a separate stream as their spans complete, while backward continues. Events order a step's other work. One more call
+sends each rank's facts: a few numbers, and which components got no gradient. The device adds them up.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _STEP = 3  # the word with the step's number
 
 
 class _Round(NamedTuple):
-    """One call each way, as torch's tensors by rank, and what is summed between them."""
+    """One call each way, as torch's tensors by rank, and the sum between them."""
 
     parts: Sequence[Any]
     rows: Sequence[Any]
-    fold: FoldPass | None  # None where this rank owns no share of it
+    fold: FoldPass | None  # None if this rank owns no share of it
     own: Sequence[Any]
     sums: Sequence[Any]
 
@@ -43,20 +42,20 @@ class DeviceSums:
     """One rank's side of the sums, for one group and one arena on a GPU.
 
     Args:
-        exchange: Joined by engines that all sum on their GPUs.
-        calls: The exchange's.
-        accumulator: What is summed; its kernels are a GPU's.
-        plan: By which K2 decides of it.
+        exchange: An exchange of engines that all sum on their GPUs.
+        calls: The exchange's calls.
+        accumulator: The gradients to be summed, on a GPU.
+        plan: The clip plan of the step's decision.
 
     Raises:
-        OutOfDeviceMemory: The device has not so much left.
-        PeerLost: The group's calls fail already.
+        OutOfDeviceMemory: The device has too little memory left.
+        PeerLost: A call of the group failed.
     """
 
     def __init__(
         self, exchange: Exchange, calls: DeviceCalls, accumulator: PerBlockGradientAccumulator, plan: ClipPlan
     ) -> None:
-        assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (asked for of a GPU alone)
+        assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (made for a GPU only)
         self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
         self._device = device = accumulator.kernels.device
         self._rank, self._ranks = exchange.rank, exchange.world_size
@@ -69,13 +68,16 @@ class DeviceSums:
         with device.on(self._stream):
             self._make_rounds(shares)
             self._make_told()
-        self._behind: Any = None  # an event after the calls that the arena's other work is not ordered after
+        self._behind: Any = None  # an event after calls for which the arena's other work does not wait yet
         self._failure: PeerLost | None = None
-        self._queue(self._gather)  # so that NCCL comes up now, and not in the first step, or within a capture
+        self._queue(self._gather)  # so that NCCL starts now, and not in the first step or within a capture
         self._is_under_way = False  # some of this step's calls were made, and not all
 
     def start(self, spans: Sequence[Span]) -> None:
-        """These spans hold all that this rank contributes. Within the arena's order; what fails, `finish` raises."""
+        """Start to sum spans that hold all that this rank contributes; called within the arena's order.
+
+        `finish` raises the error of a call that fails.
+        """
         ready = [share for span in spans for share in self._ready.complete(span) if share.number in self._rounds]
         if not ready or self._failure is not None:
             return
@@ -87,15 +89,15 @@ class DeviceSums:
     def finish(self, facts: Sequence[float], step: int, scale: float) -> None:
         """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
-        Within the arena's order.
+        Called within the arena's order.
 
         Args:
-            facts: This rank's part of what the sum is divided by, its weight, and its micro-batches.
-            step: Its number, which all ranks must have alike.
-            scale: The loss scale, which all ranks must have alike; 1 where only the device has it.
+            facts: This rank's part of the sum's divisor, its weight, and its micro-batches.
+            step: The step's number, the same on all ranks.
+            scale: The loss scale, the same on all ranks; 1 if only the device has it.
 
         Raises:
-            PeerLost: A call of this step failed: what the arena holds is neither a sum nor this rank's own.
+            PeerLost: A call of this step failed: the arena holds neither a sum nor this rank's own gradients.
         """
         if self._failure is not None:
             raise self._failure
@@ -122,14 +124,14 @@ class DeviceSums:
         return unused
 
     def restart(self) -> None:
-        """Begin the step again, or the next one; later work on the arena is ordered after all calls."""
+        """Begin the step again, or the next one, and order later work on the arena after all calls."""
         self._ready.restart()
         if self._behind is not None:
             with self._accumulator.arena.in_order():
                 self._order()
 
     def leave(self) -> None:
-        """Leave the group; nobody uses it again if others may wait in a call that this rank did not make."""
+        """Leave the group; it is refused from now on if other ranks may wait in a call that this rank did not make."""
         self.restart()
         if self._is_under_way:
             self._calls.leave_uneven()
@@ -147,7 +149,7 @@ class DeviceSums:
         self._kernels.prepare(self._owned, [*spans.values()])
         buffers = memory, self._parts, device.allocate(1 + self._ranks)
         arena, parts, spare = (self._calls.tensor(device.array(each, (each.size,))) for each in buffers)
-        # Where there is nothing to move one element goes from nowhere to nowhere: NCCLs differ in what is empty.
+        # If there is nothing to move, one unused element is moved: versions of NCCL differ in what is empty.
         ranks, starts = range(self._ranks), [r * width for r in range(self._ranks)]
         nothing, nowhere = spare[:1], [spare[1 + r : 2 + r] for r in ranks]
         self._rounds: dict[int, _Round] = {}  # by its first share
@@ -173,12 +175,12 @@ class DeviceSums:
         upload = self._device.upload
         self._mine, self._told = upload(self._words), upload(np.zeros((self._ranks, self._words.size), np.int64))
         self._sums = upload(np.zeros(3))
-        self._verdict.order.keep(self._told, self._sums)  # which are read on the engine's streams too
+        self._verdict.order.keep(self._told, self._sums)  # they are read on the engine's streams too
         mine, told = self._calls.tensor(self._mine), self._calls.tensor(self._told)
         self._tells, self._told_by = [mine] * self._ranks, [told[r] for r in range(self._ranks)]
 
     def _queue(self, work: Callable[[], object]) -> None:
-        """Queue work after the current stream's, on a stream of our own; in a capture on the current stream."""
+        """Queue work after the current stream's, on a separate stream; in a capture on the current stream."""
         device = self._device
         is_capturing, before = device.is_capturing(), device.record()
         self._is_under_way = not is_capturing  # until `finish`
@@ -188,7 +190,7 @@ class DeviceSums:
                 stream.wait_event(before)
             self._current = self._calls.stream(stream.ptr, device.ordinal)
             work()
-            # Whoever drops the engine, or the graph that this is recorded in, drops nothing that the work still needs.
+            # The work still needs these if the engine, or the graph that this is recorded in, is dropped.
             device.drop(self, self._accumulator.memory)
             self._behind = None if is_capturing else device.record()
 
@@ -202,7 +204,7 @@ class DeviceSums:
     def _tell(self) -> None:
         device = self._device
         device.copied_into(self._mine, self._words)
-        if device.is_capturing():  # a graph that is replayed counts by itself
+        if device.is_capturing():  # each replay is another step, which the device counts
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
         self._gather()
         self._kernels.tally(self._told, self._ranks, self._sums)
@@ -211,7 +213,7 @@ class DeviceSums:
         self._calls.all_to_all(self._told_by, self._tells, self._current)
 
     def _order(self) -> None:
-        """Have the current stream, in the arena's order, wait for the calls."""
+        """Make the current stream, in the arena's order, wait for the calls."""
         if self._behind is not None:
             with self._device.active():
                 self._device.current_stream().wait_event(self._behind)
