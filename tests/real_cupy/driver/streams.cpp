@@ -11,10 +11,9 @@ namespace {
 
 typedef std::shared_ptr<Stream> StreamP;
 
-std::map<Stream*, StreamP> streams;  // that have a handle, threads' own among them
+std::map<Stream*, StreamP> streams;  // that have a handle
 std::vector<StreamP> ended;          // whose handle is gone and whose work may not be done
 StreamP legacy[MOST_DEVICES];
-thread_local Stream* own[MOST_DEVICES];  // a thread's default streams
 Error unreported = cudaSuccess;          // of work that was done while nobody waited for it
 
 double now() {
@@ -138,10 +137,6 @@ Stream* legacy_stream(int device) {
 
 Stream* stream_of(cudaStream_t handle) {
   if (!handle || handle == cudaStreamLegacy) return legacy_stream(current_device());
-  if (handle == cudaStreamPerThread) {
-    Stream*& mine = own[current_device()];
-    return mine ? mine : mine = new_stream(0, 0);
-  }
   auto found = streams.find((Stream*)handle);
   return found == streams.end() ? nullptr : found->second.get();
 }
