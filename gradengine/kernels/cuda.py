@@ -37,7 +37,7 @@ class CudaKernels(Kernels):
     """CuPy on one device.
 
     Work is queued on the current CuPy stream of the calling thread. The first one on a machine compiles the kernels,
-    which takes a core four to five seconds; afterwards they come from CuPy's cache. Raises `DeviceUnavailable` where
+    which takes a core four to five seconds; afterwards they come from CuPy's cache. Raises `DeviceUnavailable` if
     NVRTC or its headers are missing.
     """
 
@@ -136,12 +136,12 @@ class CudaKernels(Kernels):
 
     def decision(self, arena: Arena, plan: ClipPlan) -> DeviceDecision:
         """The decision that K2 writes for this arena and this plan; its memory is made at the first call."""
-        # A single bound travels with each launch, so that a schedule of it needs no memory of its own.
+        # A single bound is an argument of each launch, so a schedule of bounds needs no new memory.
         key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
         prepared, order = arena.partials.prepared, _order_of(arena)
         if key not in prepared:
             prepared[key] = device_decision(self.device.upload, plan, len(arena.targets), order)
-            order.keep()  # it is among what is kept, and of the stream that is current now
+            order.keep()  # `prepared` is kept already; its new memory is of the current stream
         decision: DeviceDecision = prepared[key]
         return decision
 
@@ -230,7 +230,7 @@ class CudaKernels(Kernels):
         wanted = [
             (tagged(s), tagged(d), s.size, g) for s, d, g in zip(sources, destinations, groups, strict=True) if s.size
         ]
-        # In place the address goes with the launch alone.
+        # In place only the launch has the address.
         addresses = [source if source != there else 0 for source, there, *_ in wanted]
         sizes = [size for _, _, size, _ in wanted]
         entries = entries_of(addresses, sizes, groups=[group for *_, group in wanted])

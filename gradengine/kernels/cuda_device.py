@@ -30,7 +30,7 @@ class CudaDevice(CudaRuntime):
     """One GPU; work is queued on the calling thread's current CuPy stream."""
 
     def graph(self) -> CudaGraph:
-        """See `Device.graph`; recorded on a stream of its own, and one at a time."""
+        """See `Device.graph`; recorded on a separate stream, one at a time."""
         return CudaGraph(self)
 
     def on(self, stream: object) -> AbstractContextManager[object]:
@@ -54,7 +54,7 @@ class CudaDevice(CudaRuntime):
             behind = set(producers_of(views))
             for (source, component), view in zip(named, views, strict=True):
                 if isinstance(source, RawBuffer) or not hasattr(source, "__dlpack__"):
-                    self.refuse_foreign(view, component)  # nothing but an address says where it lies
+                    self.refuse_foreign(view, component)  # only an address says where it is
                     named_stream = exporting_stream(source)
                     behind |= {named_stream} if named_stream else set()
         self.wait_for(behind)
@@ -110,7 +110,7 @@ class CudaDevice(CudaRuntime):
                 raise CallerError(
                     "the framework that made the gradients is recording a graph on its stream",
                     got=f"stream {handle:#x}",
-                    do="call the engine outside of that capture; engine.capture() records a graph of its own",
+                    do="call the engine outside of that capture; engine.capture() records another graph",
                 )
 
     def _others(self, streams: Iterable[int | None]) -> set[int]:
@@ -120,9 +120,9 @@ class CudaDevice(CudaRuntime):
 
 
 class DeviceArena:
-    """A GPU's arena, parts of which are copied to pinned memory and back while work on other parts goes on.
+    """A GPU's arena. Its parts are copied to pinned memory and back while work on other parts continues.
 
-    Copies in each direction have a stream of their own.
+    Each direction has a separate stream.
     """
 
     def __init__(self, device: CudaRuntime, arena: Buffer) -> None:
@@ -130,7 +130,7 @@ class DeviceArena:
         with device.active():
             self._streams = [device.xp.cuda.Stream(non_blocking=True) for _ in range(2)]
         self._noted: dict[int | str, Any] = {}  # events
-        self._begun: list[tuple[Any, Any]] = []  # an event behind each copy
+        self._begun: list[tuple[Any, Any]] = []  # an event after each copy, and the copy's name
 
     @property
     def is_copying(self) -> bool:
@@ -142,7 +142,7 @@ class DeviceArena:
         return list(self._device.pinned(count * size, np.float32).reshape(count, size)) if count * size else []
 
     def note(self, key: int | str) -> None:
-        """Make copies whose `behind` is this key (a span's, say) wait for all work now queued on the current stream."""
+        """Make copies whose `behind` is this key wait for all work queued on the current stream now."""
         self._noted[key] = self._device.record()
 
     def copy(

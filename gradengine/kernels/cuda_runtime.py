@@ -32,14 +32,14 @@ class CudaRuntime(Device):
         self.events = Events(xp, ordinal)
         with self.active():
             self._uploads = xp.cuda.Stream(non_blocking=True)
-        self.recorded: Graph | None = None  # what is being recorded
-        self._foreign: dict[Any, Any] = {}  # what graphs that others record read, once, however often they do
-        self.kept = Kept(self.events)  # what was dropped while work on it may run
+        self.recorded: Graph | None = None  # the graph that is being recorded
+        self._foreign: dict[Any, Any] = {}  # memory that graphs of others read, by id or content
+        self.kept = Kept(self.events)  # memory that was dropped while work on it may run
         # Never recorded, so it is done: any other answer says that the device has failed.
         self._unused = self.event()
 
     def active(self) -> AbstractContextManager[None]:
-        """A context in which this is the current device: else a caller's other device would get our launches.
+        """A context in which this is the current device. Without it a caller's other device would get our launches.
 
         All calls of the driver are made in one: an error by which the device has failed leaves it as `DeviceFailed`.
         """
@@ -76,7 +76,7 @@ class CudaRuntime(Device):
         """Keep memory alive that the graph reads which the current stream records."""
         if self.recorded is not None:
             self.recorded.kept += memory
-        else:  # somebody else's graph: how long it lives is not known here
+        else:  # another library's graph: how long it lives is not known here
             owners = [one.data.mem if isinstance(one, self.xp.ndarray) else one for one in memory]
             self._foreign.update(zip(map(id, owners), owners, strict=True))
 
@@ -93,13 +93,13 @@ class CudaRuntime(Device):
             self.kept.let_go()
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
-        """See `Device.allocate`; from the pool that CuPy uses, the caller's own where one is set."""
+        """See `Device.allocate`; from the pool that CuPy uses, or that the caller has set."""
         with self.active():
             memory = self._empty((size,), np.dtype(np.float32))
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
-        """See `Device.array`; a CuPy array, of another dtype where that is given."""
+        """See `Device.array`; a CuPy array of this dtype."""
         memory = self.xp.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, buffer.owner, self.ordinal)
         return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
 
@@ -196,7 +196,7 @@ class CudaRuntime(Device):
                 self.xp.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.current_stream().ptr)
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
-        """A copy on the device, on a stream of its own: allowed while a graph is recorded, and not part of the graph.
+        """A copy on the device, made on a separate stream: allowed while a graph is recorded, and not part of it.
 
         The memory is allocated on the current stream, so that once dropped it is reused only after the work that still
         uses it. Earlier work may still use it now: this waits for that.

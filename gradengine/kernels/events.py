@@ -53,7 +53,7 @@ class Events(AbstractContextManager[None]):
         pointer = ctypes.byref(mode)
         with self:
             try:
-                self._exchange_mode(pointer)  # it holds the mode before at once: Ctrl-C behind this call loses nothing
+                self._exchange_mode(pointer)  # it gets the mode before at once, which Ctrl-C cannot lose
                 return call(*arguments)
             finally:
                 if mode.value != _RELAXED:
@@ -83,7 +83,7 @@ class Events(AbstractContextManager[None]):
             self.refuse_failed()
 
     def refuse_failed(self) -> None:
-        """Raise `DeviceFailed` if the device is known to have failed; asks nobody."""
+        """Raise `DeviceFailed` if the device is known to have failed; does not ask the driver."""
         if self._ordinal in FAILURES:
             raise device_failed(FAILURES[self._ordinal])
 
@@ -149,7 +149,7 @@ class Kept:
             is_done = False
             try:
                 is_done = all(map(self._events.is_done, entry[0]))
-            finally:  # where the device has failed, too
+            finally:  # also if the device has failed
                 if not is_done:
                     self._waiting.append(entry)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: work is recorded on a stream of its own, and replayed by one launch.
+"""CUDA graphs: work is recorded on a separate stream, and replayed by one launch.
 
 The addresses of gradients and destinations are in the graph, as arguments of its launches.
 """

@@ -3,7 +3,7 @@
 A launch works on *entries*, one for each component. The device holds a row for each thread block (which entry, which
 chunk of it) and a row for each entry; both are made once for each set of components and kept. Addresses of gradients
 change, so they are passed by value, with no copy to be ordered and no memory that a captured graph could lose: 4 KB of
-arguments on any driver, 32 KB where NVRTC and the driver are of CUDA 12.1 or later. If there are more than fit (4000,
+arguments on any driver, 32 KB if NVRTC and the driver are of CUDA 12.1 or later. If there are more than fit (4000,
 for thousands of experts, or 480) one copy before the launch takes them, from pinned memory kept until it is done.
 
 Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
@@ -78,7 +78,7 @@ class Table:
     rows: Any
     targets: Any
     born: int  # handle of the stream that the memory came from
-    uses: dict[int, Any]  # events behind the work of other streams, by handle
+    uses: dict[int, Any]  # events after the work of other streams, by handle
 
 
 def _rows_of(entries: npt.NDArray[Any], chunk: int) -> npt.NDArray[Any]:

@@ -132,7 +132,7 @@ class StatusReadback:
         self._events = [runtime.event() for _ in range(self.SLOTS)]
         self._under_way: list[int] = []
         self._newest: StepStatus | None = None
-        # The memory goes back to CuPy's pool, and to others, once the copies that are under way have written to it.
+        # The memory returns to CuPy's pool after the copies that are under way have written to it.
         weakref.finalize(self, runtime.kept.until, self._events, (decision, self._host)).atexit = False
 
     def send(self) -> None:
@@ -154,7 +154,7 @@ class StatusReadback:
         """Forget every step so far, and which of them were bad: the next ones may have their numbers; waits."""
         with self._decision.order.use():
             self._runtime.clear(self._decision.record.data.ptr, RECORD.itemsize)
-        self.read()  # behind every copy that is under way
+        self.read()  # after every copy that is under way
         self._under_way, self._newest = [], None
 
     def read(self) -> StepStatus:

@@ -19,17 +19,17 @@ class StreamOrder(Order, AbstractContextManager[None]):
     An event after each use is kept; the stream itself is not asked later, since it may be gone and its handle reused.
     `memory`, allocated on the stream that is current now, is kept alive until the work on it is done.
 
-    As a context it is one use of the memory. A context of its own for each use would cost the host twice as much.
+    As a context it is one use of the memory. A new object for each use would cost the host more.
     """
 
     def __init__(self, runtime: CudaRuntime, *memory: Any) -> None:
         self.runtime, self._memory = runtime, memory
         self._born = self._last = runtime.current_stream()
         self._done = runtime.event()  # recorded by the first use: `upload` has waited for all that was queued before
-        self._uses: list[Any] = []  # the stream of each use that is not over; None where it records a graph
+        self._uses: list[Any] = []  # the stream of each open use; None if it records a graph
 
     def keep(self, *memory: Any) -> None:
-        """Add memory whose work is in this order, and which is kept alive likewise."""
+        """Add memory whose work is in this order, and keep it alive until that work is done."""
         self._memory += memory
         if self.runtime.current_stream() is not self._born:
             self._born = None  # of several streams

@@ -25,7 +25,7 @@ def device_ordinal(device: object) -> int | None:
 
 
 def load_cupy(ordinal: int) -> ModuleType:
-    """CuPy, if that device can be used; else raises `DeviceUnavailable`, which says what is missing."""
+    """Return CuPy if the device can be used; otherwise raise `DeviceUnavailable`, which says what is missing."""
     try:
         cupy = importlib.import_module("cupy")  # by name: the core imports no framework, and CuPy only when asked for
     except ImportError as fault:
@@ -68,7 +68,7 @@ def source(name: str) -> str:
 
 
 def arithmetic() -> str:
-    """The arithmetic of the kernels in a namespace of its own, for code that others generate around it."""
+    """The arithmetic of the kernels in a separate namespace, for generated code."""
     return f"namespace gradengine {{\n{_read('arithmetic.cuh')}\n}}"
 
 
@@ -83,7 +83,7 @@ def takes_large_arguments(xp: Any) -> bool:
     """Whether a launch may carry 32 KB of arguments: NVRTC and the driver must both be of CUDA 12.1 or later."""
     try:
         nvrtc = tuple(xp.cuda.nvrtc.getVersion())
-    except (RuntimeError, ImportError, OSError):  # NVRTC is missing: whoever compiles says so, and how to get it
+    except (RuntimeError, ImportError, OSError):  # NVRTC is missing: `compiled` says so, and how to get it
         return False
     return nvrtc >= _LARGE_ARGUMENTS and int(xp.cuda.runtime.driverGetVersion()) >= _LARGE_ARGUMENTS_DRIVER
 
