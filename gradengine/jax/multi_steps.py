@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradengine.accumulate.state import State
 from gradengine.arguments import as_index, refuse_lacking, refuse_other_kind, said, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError, DeviceUnavailable
@@ -16,6 +17,8 @@ from gradengine.jax.tree import GradientTree, viewed
 
 if TYPE_CHECKING:
     import optax
+
+_COMPLETE = {State.SENDING, State.FAILED, State.AGREED}  # the window has its last micro-batch, and its step failed
 
 
 class MultiStepsState(NamedTuple):
@@ -95,9 +98,6 @@ class _MultiSteps:
         self._inner, self._engine = inner, engine
         self._tree: tuple[Any, GradientTree] | None = None  # of the gradients that came last, and their structure
         self._names: dict[str, str] = {_unboxed(slot.name): slot.name for slot in engine.layout.slots}
-        self._complete: object = None  # the window that has its last micro-batch, and not its step
-        # Gradient_step and mini_step of the last state that was returned, here or before a restart.
-        self._returned: tuple[int | None, int | None] = 0, 0
         self._step_reached = 0  # what the last state that was returned with a step's updates has
         self._proposed = jax.jit(self._propose, static_argnums=0)
         self._decided = jax.jit(self._decide, donate_argnums=(1,) if donate_state else ())
@@ -122,7 +122,7 @@ class _MultiSteps:
         _refuse_traced(weight, *jax.tree.leaves((updates, state, params, extra)))
         refuse_other_kind("state", state, MultiStepsState, do="pass what init() or the last update() returned")
         accumulator = self._engine.accumulator
-        is_in = self._complete is accumulator.window
+        is_in = accumulator.state.now in _COMPLETE
         closes = is_in or self._closes(last)
         structure, tree = self._tree_of(updates)
         gradients = {self._names.get(_unboxed(name), name): leaf for name, leaf in tree.gradients(updates).items()}
@@ -130,22 +130,11 @@ class _MultiSteps:
         given = updates, state.inner_opt_state, params, extra
         zeros = self._proposed(closes, *given)
         if not is_in:
-            self._add(gradients, weight, closes=closes)
-        self._tree = structure, tree
-        if not closes:
-            self._returned = self._engine.current_step, accumulator.accumulated_count
-            return zeros, state._replace(**self._position())
-        return self._step(structure, gradients, given)
-
-    def _add(self, gradients: Mapping[str, Any], weight: float, *, closes: bool) -> None:
-        """Add a micro-batch; if sending it to the other workers fails, it may be in the window already."""
-        accumulator = self._engine.accumulator
-        count = accumulator.accumulated_count
-        try:
             self._engine.add(gradients, weight)
-        finally:
-            if closes and accumulator.accumulated_count > count:
-                self._complete = accumulator.window
+        self._tree = structure, tree
+        if closes:
+            return self._step(structure, gradients, given)
+        return zeros, state._replace(**self._position())
 
     def _step(self, structure: Any, names: Iterable[str], given: tuple[Any, ...]) -> tuple[Any, MultiStepsState]:
         """Step the engine, and update by its result; when this returns no work reads the arena any more."""
@@ -155,7 +144,6 @@ class _MultiSteps:
         # JAX reads the arena itself, which the next add overwrites, and nothing else waits for all that is computed.
         updates, inner, found = jax.block_until_ready(self._decided(*given, structure.unflatten(arrays), found))
         self._step_reached = self._engine.current_step
-        self._returned = self._step_reached, 0
         return updates, MultiStepsState(**self._position(), inner_opt_state=inner, **found)
 
     # ---- under jit ----
@@ -199,20 +187,18 @@ class _MultiSteps:
         return {"mini_step": np.array(count, np.int32), "gradient_step": np.array(step, np.int32)}
 
     def _refuse_other_window(self, state: MultiStepsState, count: int) -> None:
-        """Raise unless the state is of the engine's window, or of one before it that was dropped; note its position."""
+        """Raise `CallerError` unless the state is of the engine's window, or of a window before it that was dropped."""
         step = self._engine.current_step
         earliest = step if count else min(step, self._step_reached)
         of_state, count_of_state = (as_index(number) for number in (state.gradient_step, state.mini_step))
-        # Behind a window that was dropped comes the state of its last micro-batch.
-        is_here = count_of_state == count or (not count and (of_state, count_of_state) == self._returned)
-        if of_state is None or not earliest <= of_state <= step or not is_here:
+        # After a window that was dropped comes the state of any of its micro-batches.
+        if of_state is None or not earliest <= of_state <= step or (count and count_of_state != count):
             raise CallerError(
                 "the optimizer's state is not of the engine's window",
                 got=f"gradient_step {said(of_state)} and mini_step {said(count_of_state)}",
                 expected=f"{step} and {count}",
                 do="pass the state of the last update(); after a restart load the engine's state_dict() of then",
             )
-        self._returned = of_state, count_of_state
 
 
 def _refuse_traced(*given: Any) -> None:

@@ -73,7 +73,9 @@ class GradientTree:
         if structure != self._structure:
             raise self._other_structure(leaves, structure)
         for name, leaf in leaves.items():
-            self._refuse_other_shape(name, leaf)
+            got, expected = getattr(leaf, "shape", type(leaf).__name__), self._shapes.get(name, "None")
+            if leaf is not None and got != expected:
+                raise LayoutMismatch(f"component '{name}' has the wrong shape", got=got, expected=expected)
         return {name: leaves[name] for name in self._shapes}
 
     def tree(self, gradients: Mapping[str, Any] | Sequence[Any], *, copy: bool = False) -> Any:
@@ -103,15 +105,6 @@ class GradientTree:
             return LayoutMismatch(f"the tree has an unexpected leaf '{unexpected[0]}'{and_more(unexpected)}")
         what = "the tree has its leaves in other containers"
         return LayoutMismatch(what, got=str(structure), expected=str(self._structure))
-
-    def _refuse_other_shape(self, name: str, leaf: Any) -> None:
-        if leaf is None:
-            return
-        got = getattr(leaf, "shape", type(leaf).__name__)
-        if name not in self._shapes:
-            raise LayoutMismatch(f"the tree has an unexpected leaf '{name}'", got=f"shape {got}", expected="None")
-        if got != self._shapes[name]:
-            raise LayoutMismatch(f"component '{name}' has the wrong shape", got=got, expected=self._shapes[name])
 
 
 def flattened(tree: Any) -> tuple[Leaves, Any]:
