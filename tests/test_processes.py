@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -60,10 +61,6 @@ def report_often(report):
         report(number)
 
 
-def take(text, report):
-    report(len(text))
-
-
 def give_up(report):
     time.sleep(0.2)
     raise CallerError("this cannot be", got=1, expected=2)
@@ -74,13 +71,11 @@ def break_down(report):
 
 
 def end_at_once(report):
-    pass
+    sys.exit(3)
 
 
-def echo(report):
-    report(os.environ["OMP_NUM_THREADS"])
-    for number in report:
-        report(2 * number)
+def twice(number, report):
+    return os.environ["OMP_NUM_THREADS"], 2 * number
 
 
 def ended(pid):
@@ -115,19 +110,15 @@ def test_a_killed_process_is_named_and_none_is_left():
         ({"noticing": miss_a_peer, "failing": give_up}, ExchangeError, "failing: this cannot be: got 1, expected 2"),
         ({"only": miss_a_peer}, ExchangeError, "only: somebody is gone"),
         ({"broken": break_down}, ExchangeError, "broken: ZeroDivisionError: a fault of the program"),
-        (
-            {"told": partial(take, "text"), "silent": end_at_once},
-            PeerLost,
-            r"silent \(process \d+\) ended without a report",
-        ),
+        ({"gone": end_at_once}, PeerLost, r"gone \(process \d+\) ended with exit code 3"),
     ],
-    ids=["who is at fault and not who noticed", "the first who missed a peer", "a fault of the program", "no answer"],
+    ids=["who is at fault and not who noticed", "the first who missed a peer", "a fault of the program", "an exit"],
 )
 def test_who_failed_is_named(works, kind, says, capfd):
     with ProcessPool(PATIENCE) as pool:
         pool_of(pool, **works)
         with pytest.raises(kind, match=says):
-            pool.answers() if kind is PeerLost else list(pool.reports())
+            list(pool.reports())
     assert ("Traceback" in capfd.readouterr().err) is ("broken" in works)
 
 
@@ -136,13 +127,13 @@ def test_a_process_that_is_stopped_is_named_when_the_deadline_passes():
         worker, waiting = pool.start("sleeper"), pool.start("waiting")
         pool.give(worker, report_and_stop)
         reports = pool.reports()
-        assert next(reports) == worker.process.pid
+        assert next(reports) == worker.pid
         pool._deadline, begin = DEADLINE, time.monotonic()
         with pytest.raises(DeadlineExceeded, match=rf"^sleeper \(process \d+\) reported nothing for {DEADLINE:g} s; "):
             list(reports)
         assert time.monotonic() - begin < PATIENCE / 2
-    assert ended(worker.process.pid)
-    assert ended(waiting.process.pid)
+    assert ended(worker.pid)
+    assert ended(waiting.pid)
 
 
 def test_processes_that_report_are_given_all_the_time_they_need(monkeypatch):
@@ -157,19 +148,16 @@ def test_processes_that_report_are_given_all_the_time_they_need(monkeypatch):
     assert set(waits) == {PATIENCE}
 
 
-def test_a_worker_answers_what_it_is_given_until_the_pool_is_closed(monkeypatch):
+def test_a_worker_does_jobs_until_the_pool_ends_it(monkeypatch):
     """In an environment of its own; that of this process stays as it was."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    pool = ProcessPool(PATIENCE, environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
-    workers = [pool.start(name) for name in ("first", "second")]
-    assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "OPENBLAS_NUM_THREADS" not in os.environ
-    for worker in workers:
-        pool.give(worker, echo)
-    assert pool.answers() == ["1", "1"]
-    for number, worker in enumerate(workers, 1):
-        pool.give(worker, number)
-    assert pool.answers() == [2, 4]
-    pool.close()
-    assert [worker.process.exitcode for worker in workers] == [0, 0]
+    with ProcessPool(PATIENCE, environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}) as pool:
+        workers = [pool.start(name) for name in ("first", "second")]
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+        assert "OPENBLAS_NUM_THREADS" not in os.environ
+        for begin in (1, 3):
+            for number, worker in enumerate(workers, begin):
+                pool.give(worker, partial(twice, number))
+            assert pool.results() == [("1", 2 * begin), ("1", 2 * begin + 2)]
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gradengine.arrays.shared import shared_array
 from gradengine.bench.device import Case, Host
 from gradengine.bench.harness import Variant, relative_error
-from gradengine.console.processes import ProcessPool, Reporter
+from gradengine.console.processes import ProcessPool
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
@@ -139,6 +139,7 @@ def free_port() -> int:
 
 
 Build: TypeAlias = Callable[[int], Any]  # rank -> its worker, often a `Reduction`; importable and picklable
+_built: list[Any] = []  # in a process of a crew: its worker
 
 
 @final
@@ -151,11 +152,11 @@ class Crew:
     def __init__(self, build: Build, world_size: int) -> None:
         self._pool = ProcessPool()
         self._workers = [self._pool.start(f"rank {rank}") for rank in range(world_size)]
-        self._all([partial(_serve, build, rank) for rank in range(world_size)])
+        self._all([partial(_build, build, rank) for rank in range(world_size)])
 
     def tell(self, method: str) -> list[Any]:
         """Let every worker call one of its methods; returns all results, in rank order."""
-        return self._all([method] * len(self._workers))
+        return self._all([partial(_call, method)] * len(self._workers))
 
     def prepare(self) -> None:
         """Let every worker restore its contribution."""
@@ -170,27 +171,29 @@ class Crew:
         return float(np.max(self.tell("error")))
 
     def close(self) -> None:
-        """Let the workers end."""
-        self._pool.close()
+        """End the workers."""
+        self._pool.terminate()
 
     def _all(self, jobs: Sequence[Any]) -> list[Any]:
         """Give each worker a job; if one fails, or Ctrl-C comes, all are ended, as they may wait for each other."""
         try:
             for worker, job in zip(self._workers, jobs, strict=True):
                 self._pool.give(worker, job)
-            return self._pool.answers()
+            return self._pool.results()
         except BaseException:
             self._pool.terminate()
             raise
 
 
-def _serve(build: Build, rank: int, report: Reporter) -> None:
-    """Run a worker's process: call the methods that are asked for, until the other end of the pipe is gone."""
+def _build(build: Build, rank: int, **_: object) -> None:
+    """Build the worker of this process, which stays until the process ends."""
     gc.disable()
-    worker = build(rank)
-    report(None)
-    for method in report:
-        report(getattr(worker, method)())
+    _built.append(build(rank))
+
+
+def _call(method: str, **_: object) -> Any:
+    """Call a method of this process's worker."""
+    return getattr(_built[0], method)()
 
 
 @contextmanager

@@ -8,26 +8,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from gradengine import __version__
 from gradengine.arrays.shared import has_shared_memory
 from gradengine.errors import CallerError, DeviceUnavailable
-from gradengine.exchange.launchers import (
-    PORTS,
-    read_address,
-    read_job,
-    read_ports,
-    read_secret,
-    read_world,
-    refuse_without_secret,
-)
+from gradengine.exchange import launchers
 from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
@@ -43,9 +33,6 @@ _PACKAGES = (  # alternative distributions, and what is missing without any of t
     (("torch",), "optional: for torch's own tensors"),
     (("jax",), "optional: for JAX's own arrays"),
 )
-_UNLIMITED = 1 << 16  # columns where stdout is not a terminal: lines are not wrapped
-_INDENT = 29  # columns of a row's name and state
-_WRAPPED: Any = {"subsequent_indent": " " * _INDENT, "break_long_words": False, "break_on_hyphens": False}
 # It is loaded and not initialized: that would need its launcher.
 _ASK_MPI = "import mpi4py; mpi4py.rc(initialize=False, finalize=False); from mpi4py import MPI"
 _MPI_SECONDS = 60.0
@@ -61,12 +48,10 @@ def sections() -> Iterator[tuple[str, Rows]]:
 
 def show(found: Iterable[tuple[str, Rows]]) -> None:
     """Print each section as soon as it is there."""
-    columns = max(shutil.get_terminal_size((_UNLIMITED, 0)).columns, 2 * _INDENT)
     for title, rows in found:
         print(title)
         for name, (value, note) in rows.items():
-            row = f"  {name:<13} {'-' if value is None else value!s:<11}  {note}".rstrip()
-            print(textwrap.fill(row, columns, **_WRAPPED))
+            print(f"  {name:<13} {'-' if value is None else value!s:<11}  {note}".rstrip())
 
 
 def packages() -> Rows:
@@ -110,10 +95,11 @@ def environment(variables: Mapping[str, str]) -> Rows:
 
 
 def _facts(variables: Mapping[str, str]) -> Rows:
-    secret, world, job = read_secret(variables), read_world(variables), read_job(variables)
-    ports = read_ports(variables)
-    address = read_address(variables, world, secret.value if secret else None, None, ports)
-    refuse_without_secret(address, secret.value if secret else None)
+    found, world = launchers.read_secret(variables), launchers.read_world(variables)
+    job, ports = launchers.read_job(variables), launchers.read_ports(variables)
+    secret = found.value if found else None
+    address = launchers.read_address(variables, world, secret, None, ports)
+    launchers.refuse_without_secret(address, secret)
     certificates, launcher = certificates_of(None), world.launcher
     rows: Rows = {
         "launcher": (launcher.name, launcher.rank),
@@ -121,8 +107,8 @@ def _facts(variables: Mapping[str, str]) -> Rows:
         "world size": (world.world_size, launcher.world_size),
         "local size": (world.local_size, launcher.local_size),
         "address": (address.value, address.source),
-        "secret": (f"set ({len(secret.value)} characters)" if secret else None, secret.source if secret else ""),
-        "ports": (f"{ports[0]}-{ports[-1]}" if ports else None, PORTS),
+        "secret": (f"set ({len(secret)} characters)" if secret else None, found.source if found else ""),
+        "ports": (f"{ports[0]}-{ports[-1]}" if ports else None, launchers.PORTS),
         "tls": (str(certificates.folder) if certificates else None, VARIABLE),
         "job": (job.value or None, job.source),
     }
@@ -155,8 +141,7 @@ def _gpu(ordinal: int) -> tuple[str, str]:
             name, (free, total) = runtime.getDeviceProperties(ordinal)["name"], runtime.memGetInfo()
     except Exception as fault:  # noqa: BLE001  (any failure is the answer here)
         return "not ready", str(fault) or type(fault).__name__
-    name = name.decode() if isinstance(name, bytes) else str(name)
-    return "ready", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    return "ready", f"{name.decode()}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
 
 
 def _version(distribution: str) -> str | None:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from gradengine.exchange import GradientServer
-from gradengine.exchange.launchers import read_secret, secret_in
+from gradengine.exchange.launchers import read_secret
 
 _TERMINATED = 143  # as shells say it of SIGTERM
 
@@ -45,10 +45,9 @@ def serve(
     Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
     after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
     """
-    if secret_file is not None:
-        secret: str | None = secret_in(secret_file)
-    else:  # not from an argument, which every user of the machine can read
-        secret = found.value if (found := read_secret(os.environ)) else None
+    # Not from an argument, which every user of the machine can read.
+    found = read_secret({"GRADENGINE_SECRET_FILE": str(secret_file)} if secret_file else os.environ)
+    secret = found.value if found else None
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(
         world_size, address, secret=secret, job=job, timeout=timeout, join_timeout=join_timeout, tls=tls
@@ -56,8 +55,10 @@ def serve(
         signal.signal(signal.SIGTERM, _terminate)
         console = Console(stderr=True)
         typer.echo(server.url)
-        with _live(server, world_size, console) if console.is_terminal else contextlib.nullcontext():
-            _log()
+        shown = partial(table, server, world_size)
+        live = Live(get_renderable=shown, console=console, refresh_per_second=2, transient=True)
+        with live if console.is_terminal else contextlib.nullcontext():
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # above the table
             server.serve()
     typer.echo(f"all {world_size} workers have connected and left", err=True)
 
@@ -65,20 +66,6 @@ def serve(
 def _terminate(*_: object) -> NoReturn:
     """End as at Ctrl-C: workers are told, and a socket's file is removed."""
     raise SystemExit(_TERMINATED)
-
-
-def _log() -> None:
-    """Say on stderr who joins and who is refused; on a terminal it goes above the table."""
-    handler, logger = logging.StreamHandler(), logging.getLogger("gradengine.exchange")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-
-
-def _live(server: GradientServer, world_size: int, console: Console) -> Live:
-    """The table of workers, shown anew twice a second; it vanishes at the end."""
-    show = partial(table, server, world_size)
-    return Live(get_renderable=show, console=console, refresh_per_second=2, transient=True, redirect_stdout=False)
 
 
 def table(server: GradientServer, world_size: int) -> Table | str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
@@ -16,26 +15,23 @@ from gradengine.errors import CallerError
 
 STDOUT = Path("-")
 
-Given = TypeVar("Given", str, list[str] | None)
-
 
 def flag(name: str, what: str) -> Any:
     """An option without a value; without this, --help would show `<bool>` beside it, as if it took one."""
     return typer.Option(name, metavar="", help=what)
 
 
-def one_of(*choices: str) -> Callable[[Given], Given]:
-    """A callback for an option or argument that takes only these words; another word ends the command with code 2.
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A callback for an option that takes only these words; another word ends the command with code 2.
 
     >>> one_of("float32", "bfloat16")("float32")
     'float32'
     """
 
-    def checked(given: Given) -> Given:
-        for word in [given] if isinstance(given, str) else given or []:
-            if word not in choices:
-                raise typer.BadParameter(f"{word!r} is not one of {', '.join(choices)}.")
-        return given
+    def checked(word: str) -> str:
+        if word not in choices:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(choices)}.")
+        return word
 
     return checked
 
@@ -57,27 +53,18 @@ def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def writable_json(path: Path | None) -> Path | None:
-    """The path given by --json, checked before anything is run; raises `CallerError` if it cannot be written."""
+    """The path given by --json, made before anything is run; raises `CallerError` if it cannot be written."""
     if path is not None and path != STDOUT:
-        _refuse_unwritable(path, "--json")
+        save(path, "--json", _touch)
     return path
 
 
-def _refuse_unwritable(path: Path, option: str) -> None:
-    """Raise `CallerError` unless the file, or if it does not exist its nearest existing folder, can be written to."""
-    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    if there.is_dir() == (there == path):
-        raise _unwritable(path, option, f"{str(there)!r} is {'a' if there.is_dir() else 'not a'} folder")
-    if not os.access(there, os.W_OK):
-        raise _unwritable(path, option, "permission denied")
-
-
 def refuse_bad_plot(path: Path) -> None:
-    """Raise `CallerError` if --plot's file cannot be written or has an unknown suffix; imports matplotlib."""
-    _refuse_unwritable(path, "--plot")
+    """Make --plot's file; raises `CallerError` if it has an unknown suffix or cannot be written; imports matplotlib."""
     kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
         raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
+    save(path, "--plot", _touch)
 
 
 def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
@@ -86,7 +73,8 @@ def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as fault:
-        raise _unwritable(path, option, fault.strerror or str(fault)) from None
+        reason = fault.strerror or str(fault)
+        raise CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE") from None
 
 
 def print_or_save(text: str, path: Path | None) -> None:
@@ -97,5 +85,6 @@ def print_or_save(text: str, path: Path | None) -> None:
         save(path, "--json", lambda file: file.write_text(f"{text}\n", encoding="utf-8"))
 
 
-def _unwritable(path: Path, option: str, reason: str) -> CallerError:
-    return CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE")
+def _touch(path: Path) -> None:
+    """Open a file for writing, which is made if it does not exist and else kept."""
+    path.open("ab").close()

@@ -1,7 +1,7 @@
 """A pool of worker processes, for `bench` and `demo`: started, watched, and ended with this process.
 
-Each worker gets its job over a pipe and reports over it. A process that ends closes its pipe, so its death is noticed
-at once. All are ended after a deadline without a report.
+Each worker gets its jobs over a pipe, and sends reports and each job's result over it. A process that ends closes its
+pipe, so its death is noticed at once. All are ended after a deadline without a report.
 """
 
 from __future__ import annotations
@@ -10,65 +10,33 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+__all__ = ["Job", "ProcessPool", "interrupts_blocked"]
 
-Job: TypeAlias = Callable[..., None]  # picklable; called with report=, a `Reporter`
+Job: TypeAlias = Callable[..., Any]  # picklable; called with report=, a function that reports from any thread
 
 _DEADLINE_SECONDS = 120.0
-_JOIN_SECONDS = 2.0  # for a process that was told to end
 _ROOT_CAUSE_SECONDS = 5.0  # for the process at fault to report, after others lost it: rank 0 leaves them within two
+_REPORT, _RESULT, _FAILURE = range(3)  # the kinds of messages of a worker
 
 
 @final
-@dataclass(eq=False)
-class Worker:
-    """A process of a pool, with the name that errors use for it."""
-
-    name: str
-    process: SpawnProcess
-    connection: Connection[Any, Any]
-    is_at_work: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} (process {self.process.pid})"
-
-
-@final
-class Reporter:
-    """A worker's end of the pipe: call it to report, from any thread; iterate over it for what `give` sends."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-
-    def __call__(self, report: object) -> None:
-        """Report."""
-        with self._lock:
-            self._connection.send(report)
-
-    def __iter__(self) -> Iterator[Any]:
-        with contextlib.suppress(EOFError):
-            while True:
-                yield self._connection.recv()
-
-
-class ProcessPool:
+class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
     """Processes that live no longer than the `with` block.
 
     Args:
-        deadline: Seconds without a report from any worker, after which `reports` and `answers` raise.
+        deadline: Seconds without a report from any worker, after which `reports` and `results` raise.
         environment: Environment variables of the workers, set before they import NumPy.
 
     Example:
@@ -79,110 +47,95 @@ class ProcessPool:
 
     def __init__(self, deadline: float = _DEADLINE_SECONDS, environment: Mapping[str, str] | None = None) -> None:
         self._deadline, self._environment = deadline, environment or {}
-        self._running: list[Worker] = []  # in the order of start
+        self._pipes: dict[SpawnProcess, Connection[Any, Any]] = {}  # in the order of start
+        self._at_work: set[SpawnProcess] = set()
 
-    def start(self, name: str) -> Worker:
-        """Start an interpreter, which then waits for its job."""
+    def start(self, name: str) -> SpawnProcess:
+        """Start an interpreter, which then waits for its jobs."""
         context, before = multiprocessing.get_context("spawn"), dict(os.environ)
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there,), name=name, daemon=True)
+        worker = context.Process(target=_serve, args=(there,), name=name, daemon=True)
         os.environ.update(self._environment)
         try:
             with interrupts_blocked():
-                process.start()
+                worker.start()
         finally:
             os.environ.clear()
             os.environ.update(before)
         there.close()  # this process's copy: with it a dead worker's pipe would not end
-        self._running.append(Worker(name, process, here))
-        return self._running[-1]
+        self._pipes[worker] = here
+        return worker
 
-    def give(self, worker: Worker, job: Job | str) -> None:
-        """Send a worker its job; if it has died, `reports` and `answers` raise that."""
-        worker.is_at_work = True
+    def give(self, worker: SpawnProcess, job: Job) -> None:
+        """Send a worker a job; if it has died, `reports` and `results` raise that."""
+        self._at_work.add(worker)
         with contextlib.suppress(OSError):  # its pipe has ended, which is read where its reports are
-            worker.connection.send(job)
+            self._pipes[worker].send(job)
 
     def reports(self) -> Iterator[Any]:
-        """Iterate over the workers' reports, until all have ended.
+        """Iterate over the workers' reports, until all jobs are done.
 
         Raises:
             PeerLost: A worker died.
             DeadlineExceeded: The workers at work reported nothing for too long.
             ExchangeError: A worker gave up; the error has its reason.
         """
-        while self._running:
-            for _, report in self._next_reports(self._running):
-                yield report
+        while self._at_work:
+            for _, kind, report in self._messages():
+                if kind == _REPORT:
+                    yield report
 
-    def answers(self) -> list[Any]:
-        """Return one report of each worker, in the order in which they were started; raises as `reports`."""
-        workers, answers = [*self._running], dict[Worker, Any]()
-        while missing := [worker for worker in workers if worker not in answers]:
-            answers.update(self._next_reports(missing))
-            if ended := [worker for worker in missing if worker not in self._running and worker not in answers]:
-                raise PeerLost(f"{ended[0]} ended without a report")
-        return [answers[worker] for worker in workers]
-
-    def close(self) -> None:
-        """Let the workers end by themselves, as no more jobs are sent, and kill those that do not."""
-        for worker in self._running:
-            worker.connection.close()
-        for worker in self._running:
-            worker.process.join(self._deadline)
-        self.terminate()
+    def results(self) -> list[Any]:
+        """Return what each worker's job returned, in the order in which they were started; raises as `reports`."""
+        results = dict[SpawnProcess, Any]()
+        while self._at_work:
+            results |= {worker: result for worker, kind, result in self._messages() if kind == _RESULT}
+        return [results[worker] for worker in self._pipes if worker in results]
 
     def terminate(self) -> None:
         """End all workers at once."""
-        for worker in self._running:
-            worker.process.terminate()
-        for worker in self._running:
-            worker.process.join(_JOIN_SECONDS)
-            worker.process.kill()
-            worker.process.join()
-            worker.connection.close()
-        self._running.clear()
-
-    def __enter__(self) -> Self:
-        return self
+        for worker in self._pipes:
+            worker.kill()
+        for worker, pipe in self._pipes.items():
+            worker.join()
+            pipe.close()
+        self._pipes.clear()
+        self._at_work.clear()
 
     def __exit__(self, *_: object) -> None:
         self.terminate()
 
-    def _next_reports(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, Any]]:
-        """Wait for these workers, and yield the reports that have arrived; one that has ended is no longer running."""
-        ready = wait([worker.connection for worker in workers], self._deadline)
+    def _messages(self) -> Iterator[tuple[SpawnProcess, int, Any]]:
+        """Wait for the workers at work, and yield the messages that have arrived."""
+        workers = {pipe: worker for worker, pipe in self._pipes.items() if worker in self._at_work}
+        ready: list[Any] = wait(workers, self._deadline)
         if not ready:
-            late = ", ".join(str(worker) for worker in workers if worker.is_at_work)
+            late = ", ".join(map(_named, workers.values()))
             do = "a process that is stopped or hangs; the others have been ended too, run the command again"
             raise DeadlineExceeded(f"{late} reported nothing for {self._deadline:g} s", do=do)
-        for worker in [worker for worker in workers if worker.connection in ready]:
+        for pipe in ready:
+            worker = workers[pipe]
             try:
-                report = worker.connection.recv()
+                kind, what = pipe.recv()
             except (EOFError, OSError):
-                self._running.remove(worker)
-                worker.connection.close()
-                worker.process.join()
-                if code := worker.process.exitcode:
-                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                    raise PeerLost(f"{worker} {how}", do="the others have been stopped") from None
-                continue
-            if isinstance(report, GradientError):
-                raise self._root_cause(worker, report)
-            yield worker, report
+                raise _lost(worker) from None
+            if kind != _REPORT:
+                self._at_work.remove(worker)
+            if kind == _FAILURE:
+                raise self._root_cause(worker, *what)
+            yield worker, kind, what
 
-    def _root_cause(self, worker: Worker, failed: GradientError) -> ExchangeError:
+    def _root_cause(self, worker: SpawnProcess, reason: str, lost_peer: bool) -> ExchangeError:
         """Return the error to raise when a worker gave up: that of the worker at fault, not of the first to notice."""
-        worker.is_at_work, deadline = False, time.monotonic() + _ROOT_CAUSE_SECONDS
-        while isinstance(failed, PeerLost) and (others := [each for each in self._running if each.is_at_work]):
-            if not wait([each.connection for each in others], max(0.0, deadline - time.monotonic())):
+        deadline = time.monotonic() + _ROOT_CAUSE_SECONDS
+        while lost_peer and self._at_work:
+            if not wait([self._pipes[each] for each in self._at_work], max(0.0, deadline - time.monotonic())):
                 break
             try:
-                list(self._next_reports(others))
+                list(self._messages())
             except ExchangeError as cause:
                 return cause
-        worker.process.join(_JOIN_SECONDS)  # it may still be printing what a bug report needs
-        return ExchangeError(f"{worker.name}: {failed}")
+        return ExchangeError(f"{worker.name}: {reason}")
 
 
 @contextlib.contextmanager
@@ -205,21 +158,38 @@ def interrupts_blocked() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def _named(worker: SpawnProcess) -> str:
+    return f"{worker.name} (process {worker.pid})"
+
+
+def _lost(worker: SpawnProcess) -> PeerLost:
+    worker.join()
+    code = worker.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return PeerLost(f"{_named(worker)} {how}", do="the others have been stopped")
+
+
 def _serve(connection: Connection[Any, Any]) -> None:
-    """Run a worker process: take the job, do it, report."""
+    """Run a worker process: do each job that is given, until the other end of the pipe is closed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    report = Reporter(connection)
-    try:
-        connection.recv()(report=report)
-    except (BrokenPipeError, EOFError):
-        sys.exit(1)  # the parent has gone: there is nobody to report to
-    except GradientError as failure:
-        # If this worker lost another one, that one is at fault, and may still report the cause.
-        report(PeerLost(str(failure)) if isinstance(failure, PeerLost) else GradientError(str(failure)))
-        sys.exit(1)
-    except Exception as fault:
-        report(GradientError(f"{type(fault).__name__}: {fault}"))
-        raise
+    lock = threading.Lock()
+
+    def send(kind: int, what: object) -> None:
+        with lock:
+            connection.send((kind, what))
+
+    with contextlib.suppress(BrokenPipeError, EOFError):
+        while True:
+            job = connection.recv()
+            try:
+                send(_RESULT, job(report=partial(send, _REPORT)))
+            except GradientError as failure:
+                send(_FAILURE, (str(failure), isinstance(failure, PeerLost)))
+            except BrokenPipeError:
+                raise
+            except Exception as fault:  # noqa: BLE001  (shown here, and reported)
+                traceback.print_exc()
+                send(_FAILURE, (f"{type(fault).__name__}: {fault}", False))
 
 
 def _end_with_parent() -> None:

@@ -82,7 +82,7 @@ def _train_started(settings: Settings, texts: Texts, say: Say, note: Callable[[o
     """Train on workers that are processes of a pool."""
     with ProcessPool(environment=ENVIRONMENT) as pool:
         workers = [pool.start(f"rank {rank}") for rank in range(settings.workers)]
-        say("workers", ", ".join(f"{worker.name}: process {worker.process.pid}" for worker in workers))
+        say("workers", ", ".join(f"{worker.name}: process {worker.pid}" for worker in workers))
         secret, urls = secrets.token_hex(), ["tcp://127.0.0.1:0"] * settings.tensor_parallel
         pool.give(workers[0], partial(train_at, settings, texts, 0, urls, secret))
         for report in pool.reports():

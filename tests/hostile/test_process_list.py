@@ -30,14 +30,14 @@ def test_no_option_takes_a_secret_but_that_of_a_file_which_has_it():
 
 
 def tell(secret, report):
-    report(secret)
+    return secret
 
 
 @PROC
 def test_workers_of_the_demo_are_given_theirs_by_a_pipe():
     with ProcessPool() as pool:
         worker = pool.start("rank 0")
-        shown = Path(f"/proc/{worker.process.pid}/cmdline").read_text()
+        shown = Path(f"/proc/{worker.pid}/cmdline").read_text()
         pool.give(worker, partial(tell, SECRET))  # as the demo gives it: with a job
-        assert pool.answers() == [SECRET]
-        assert SECRET not in shown + Path(f"/proc/{worker.process.pid}/cmdline").read_text()
+        assert pool.results() == [SECRET]
+        assert SECRET not in shown + Path(f"/proc/{worker.pid}/cmdline").read_text()
