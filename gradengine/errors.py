@@ -71,8 +71,8 @@ class DeviceFailed(GradientError):
     """Work on a GPU that ended in an error, ours or another library's: this process can do nothing more on that GPU."""
 
 
-class NonFiniteGradient(GradientError):
-    """A NaN or Inf in a gradient.
+class NonFiniteGradient(GradientError, RuntimeError):
+    """A NaN or Inf in a gradient. Code written for torch catches it as a RuntimeError.
 
     Attributes:
         component: The component's name.

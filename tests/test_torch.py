@@ -258,16 +258,15 @@ class TestClipRefuses:
 
     def test_what_is_no_parameters(self):
         for passed, what, got in (
-            (net().named_parameters(), "parameters[0] is", "tuple"),
-            (net(), "parameters[0] is", "Linear"),
-            (torch.nn.Linear(2, 2), "parameters is", "Linear"),
-            (None, "parameters is", "NoneType"),
-            (np.ones(2, np.float32), "parameters is", "ndarray"),
+            (net().named_parameters(), "parameters[0] is not a tensor", "tuple"),
+            (net(), "parameters[0] is not a tensor", "Linear"),
+            (np.ones(2, np.float32), "parameters[0] is not a tensor", "float32"),
+            (torch.nn.Linear(2, 2), "parameters is not a sequence", "Linear"),
+            (None, "parameters is not a sequence", "None"),
         ):
-            with pytest.raises(CallerError, match=r"pass module.parameters\(\)") as caught:
+            with pytest.raises(CallerError) as caught:
                 clip_grad_norm_(passed, 1.0)
-            assert caught.value.what.startswith(what)
-            assert caught.value.got == got
+            assert (caught.value.what, caught.value.got) == (what, got)
 
     def test_a_device_without_kernels(self):
         with pytest.raises(CallerError, match="meta"):

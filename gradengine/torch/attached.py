@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, SupportsFloat, final
@@ -91,30 +91,33 @@ class Attached(AbstractContextManager["Attached"]):
         self._backward = -1  # which has this number
         self._old: dict[str, bool] = {}  # parameters with a .grad as backward came to them: whether it is an old one
         self._orders, self._device = engine.layout.orders, engine.accumulator.kernels.device
-        self._current_stream = _reader_of_streams(self._device.name)
+        gpu = torch.device(self._device.name).index
+        self._current_stream = (lambda: None) if gpu is None else partial(torch._C._cuda_getCurrentRawStream, gpu)
         self._stream: int | None = None  # on which the gradients that are noted were made
         self._scaler: Any = None  # that a step has updated,
         self._scale_version = -1  # and how often its scale had been written to as the window began
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
         self._main_grads = MainGrads(self._parameters, engine.accumulator.arrays()) if main_grad else None
-        self._remove = weakref.finalize(self, _remove_all, self._made_hooks())
+        self._remove = weakref.finalize(self, self._made_hooks().close)
         self._refusal = None if main_grad else self._remove  # of a bare engine.step(): it would leave each .grad None
         engine.accumulator.state.hooks = self._refusal
         _live.add(self)
 
-    def _made_hooks(self) -> list[Any]:
+    def _made_hooks(self) -> ExitStack:
         """Register the hooks; returns what removes them.
 
         They hold a weak reference: torch shows the garbage collector no hooks, and a parameter would keep itself alive.
         """
-        hooks, own = (Attached._look, Attached._take, Attached._refuse_early), weakref.proxy(self)
+        hooks, own, made = (Attached._look, Attached._take, Attached._refuse_early), weakref.proxy(self), ExitStack()
         look, take, refuse = (partial(torch.compiler.disable(hook), own) for hook in hooks)
-        handles: list[Any] = [self._main_grads] if self._main_grads else []
+        made.callback(register_optimizer_step_post_hook(refuse).remove)
         for name, parameter in self._parameters.items():
             # torch calls the first before it adds to `.grad`, and the second after.
-            handles.append(parameter.register_hook(partial(look, name)))
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
-        return [*handles, register_optimizer_step_post_hook(refuse)]
+            made.callback(parameter.register_hook(partial(look, name)).remove)
+            made.callback(parameter.register_post_accumulate_grad_hook(partial(take, name)).remove)
+        if self._main_grads:
+            made.callback(self._main_grads.remove)
+        return made
 
     @contextmanager
     def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> Iterator[None]:
@@ -312,19 +315,13 @@ class Attached(AbstractContextManager["Attached"]):
             raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
         if self._of_backward and _current_graph_task() == self._backward:
             return self._of_backward
-        if _is_compiled():
-            raise CallerError(
-                f"the end of the backward that made the gradient of '{name}' cannot be seen",
-                got="compiled autograd",
-                do="use `with attached.micro_batch():` around each backward",
-            )
-        if _is_nested():
-            if self._of_backward is not None:
-                return self._of_backward
+        if (is_nested := _is_nested()) and self._of_backward is not None:
+            return self._of_backward
+        if is_nested or _is_compiled():
             raise WindowError(
-                f"the first gradient, that of '{name}', was made in a backward within a backward",
-                got="a backward that ends before the micro-batch",
-                do="use `with attached.micro_batch():`, or checkpoint(use_reentrant=False)",
+                f"the end of the backward that made the gradient of '{name}' cannot be seen",
+                got="a backward within a backward" if is_nested else "compiled autograd",
+                do="use `with attached.micro_batch():` around each backward, or checkpoint(use_reentrant=False)",
             )
         self._of_backward, self._backward = self._begun(), _current_graph_task()
         _queue_callback(self._end_of_backward)
@@ -434,29 +431,13 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _refuse_other_parameters(self) -> None:
         for name, parameter in trainable(self._module).items():
-            if name not in self._parameters:
-                what = f"parameter '{name}' requires gradients, and did not when the hooks were made"
-                raise LayoutMismatch(what, do="freeze it, or attach() an engine of the new layout_of(module)")
-            if parameter is not self._parameters[name]:
-                what = f"parameter '{name}' is another tensor than when the hooks were made"
-                raise LayoutMismatch(what, do="discard() the window, remove() the hooks and attach() again")
-            refuse_other_order(name, memory_order(parameter), self._engine.layout.orders.get(name))
+            if self._parameters.get(name) is not parameter:
+                what = f"parameter '{name}' was replaced, or required no gradients when the hooks were made"
+                raise LayoutMismatch(what, do="freeze it; or discard() the window, remove() the hooks, attach() again")
+            refuse_other_order(name, memory_order(parameter), self._orders.get(name))
 
 
 _live: weakref.WeakSet[Attached] = weakref.WeakSet()
-
-
-def _reader_of_streams(device: str) -> Callable[[], int | None]:
-    """A function that returns the handle of torch's current stream on a GPU; None on the CPU."""
-    if device == "cpu":
-        return lambda: None
-    index = torch.device(device).index
-    return partial(torch._C._cuda_getCurrentRawStream, index)
-
-
-def _remove_all(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _is_compiled() -> bool:
@@ -473,14 +454,14 @@ def _is_nested() -> bool:
 
 
 def _refuse_other_layout(own: GradientLayout, layout: GradientLayout) -> None:
-    shapes = [{slot.name: slot.shape for slot in each.slots} for each in (own, layout)]
+    ours, engines = ({slot.name: slot.shape for slot in each.slots} for each in (own, layout))
     for slot in own.slots:
         refuse_other_order(slot.name, slot.order, layout.orders.get(slot.name))
-    for name in shapes[0] | shapes[1]:
-        ours, engines = (each.get(name, "none") for each in shapes)
-        if ours != engines:
+    for name in ours | engines:
+        got, expected = engines.get(name, "none"), ours.get(name, "none")
+        if got != expected:
             what = f"the engine's layout is not the module's: component '{name}' differs"
-            raise LayoutMismatch(what, got=engines, expected=ours, do="build the engine with layout_of(module)")
+            raise LayoutMismatch(what, got=got, expected=expected, do="build the engine with layout_of(module)")
 
 
 def _update(scaler: Any, loss_scale: float, *, is_skipped: bool) -> None:

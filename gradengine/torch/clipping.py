@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
 
 import torch
 
-from gradengine import errors
-from gradengine.arguments import as_float, said, truth_value
+from gradengine.arguments import iterated, said, truth_value
 from gradengine.clip import checked_max_norm, clip_by_global_norm
-from gradengine.errors import BufferRefused, CallerError
+from gradengine.errors import BufferRefused, CallerError, NonFiniteGradient
 from gradengine.kernels import kernels_for
 from gradengine.torch.gradients import as_tensor, in_memory_order
 
@@ -62,7 +60,7 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
     """
-    if str(norm_type) not in {"2", "2.0"} and as_float(norm_type) != 2:
+    if str(norm_type) not in {"2", "2.0"}:
         do = "use torch.nn.utils.clip_grad_norm_ for it"
         raise CallerError("norm_type is not supported", got=said(norm_type), expected="2", do=do)
     bound, must_be_finite = checked_max_norm(max_norm), truth_value("error_if_nonfinite", error_if_nonfinite)
@@ -75,26 +73,13 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
-class NonFiniteGradient(errors.NonFiniteGradient, RuntimeError):
-    """Error of a clip outside any step or window; also a RuntimeError, which code written for torch catches."""
-
-    def __init__(self, component: str, index: int, value: float, **place: Any) -> None:
-        super().__init__(component, index, value, **{"step": 0, **place})
-        self.what = f"the gradients' norm is not finite: '{component}' at index {index}"
-        self.do = "nothing was clipped; leave out this step, or pass error_if_nonfinite=False"
-
-
 def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
-    if isinstance(parameters, torch.Tensor):
-        given: Iterable[object] = [parameters]
-    elif isinstance(parameters, Iterable) and not hasattr(parameters, "shape"):  # a shape: another framework's array
-        given = parameters
-    else:
-        raise _not_parameters("parameters is neither a tensor nor an iterable of tensors", parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else iterated("parameters", parameters)
     gradients, position = {}, -1
     for position, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
-            raise _not_parameters(f"parameters[{position}] is not a tensor", parameter)
+            got, do = type(parameter).__name__, "pass module.parameters()"
+            raise CallerError(f"parameters[{position}] is not a tensor", got=got, do=do)
         gradient = parameter.grad
         if gradient is not None:
             gradients[f"parameters[{position}].grad"] = gradient
@@ -103,27 +88,18 @@ def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def _not_parameters(what: str, given: object) -> CallerError:
-    return CallerError(what, got=type(given).__name__, do="pass module.parameters()")
-
-
 def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
     """Clip the gradients; the norm in fp64, on their device."""
     device = next(iter(gradients.values())).device
-    views = {
-        name: g
-        if type(g) is torch.Tensor and not g.requires_grad and g.layout is torch.strided and g.is_contiguous()
-        else _plain(g, name)
-        for name, g in gradients.items()
-    }
+    views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
     # On torch's current stream the kernels run between torch's work before and after, without events.
     with kernels_for(str(device)).device.on(torch.cuda.current_stream(device) if device.type == "cuda" else None):
         return as_tensor(clip_by_global_norm(views, bound))
 
 
 def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """The detached gradient, its dimensions in memory order."""
-    plain = gradient.detach()
+    """The gradient without its graph, its dimensions in memory order."""
+    plain = gradient.detach() if gradient.requires_grad else gradient
     if type(plain) is not torch.Tensor:
         what = f"component '{name}' is a tensor subclass, whose memory may not hold its values"
         do = "use torch.nn.utils.clip_grad_norm_ for it"
@@ -132,9 +108,11 @@ def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
-    for name, gradient in gradients.items():
-        found = torch.isfinite(gradient).logical_not().flatten().nonzero()
-        if len(found):
-            index = int(found[0])
-            return NonFiniteGradient(name, index, float(gradient.flatten()[index]))
-    raise AssertionError("a norm that is not finite has a gradient that is not")
+    """The error of a clip, which is outside of any step and window."""
+    bad = {name: ~torch.isfinite(gradient).flatten() for name, gradient in gradients.items()}
+    name = next(name for name, elements in bad.items() if elements.any())
+    index = int(bad[name].nonzero()[0])
+    error = NonFiniteGradient(name, index, float(gradients[name].flatten()[index]), step=0)
+    error.what = f"the gradients' norm is not finite: '{name}' at index {index}"
+    error.do = "nothing was clipped; leave out this step, or pass error_if_nonfinite=False"
+    return error

@@ -19,8 +19,8 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     Each parameter's `.grad` becomes a view of the result's sum, or None if no micro-batch used the parameter. torch
     divides the sum by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters
     nor state if `result.skipped` is set. On a GPU torch reads both numbers from the engine's memory, and the host does
-    not wait, except in the first step of an SGD with momentum and dampening that is not skipped. Call
-    `module.zero_grad()` before the next backward. If an error is raised nothing was done.
+    not wait, except in an SGD's first step with momentum. Call `module.zero_grad()` before the next backward. If an
+    error is raised nothing was done.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
@@ -82,27 +82,21 @@ def _refuse_other_gradients(optimizer: torch.optim.Optimizer, own: Mapping[torch
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, result: StepResult) -> None:
-    without_momentum = _without_momentum(optimizer)
+    if _allocates_momentum(optimizer) and float(result.skipped) > 0:
+        return  # torch would leave the new momentum uninitialised
     scaled: Any = optimizer  # torch reads these two attributes without declaring them
     scaled.grad_scale = as_tensor(result.inverse_factor).to(torch.float32)
-    scaled.found_inf = found_inf = as_tensor(result.skipped).to(torch.float32)
+    scaled.found_inf = as_tensor(result.skipped).to(torch.float32)
     try:
         optimizer.step()
     finally:
         del scaled.grad_scale, scaled.found_inf
-    for parameter, dampening in without_momentum:
-        if not dampening:  # 0 x momentum + gradient is what a first step stores
-            optimizer.state[parameter]["momentum_buffer"].masked_fill_(found_inf > 0, 0)
-        elif found_inf > 0:  # so that the next step is the first, which takes the gradient undampened; waits on a GPU
-            del optimizer.state[parameter]["momentum_buffer"]
 
 
-def _without_momentum(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, float]]:
-    """Parameters for which SGD's next step allocates a momentum buffer, which a skipped one leaves uninitialised."""
-    return [
-        (parameter, group["dampening"])
+def _allocates_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the next step is an SGD's first with momentum, for any of its parameters."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and parameter.grad is not None and not optimizer.state.get(parameter)
         for group in optimizer.param_groups
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]
         for parameter in group["params"]
-        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-    ]
+    )
