@@ -157,9 +157,9 @@ def stepped(**options):
     return built.step(**options)
 
 
-def bound(layout=LAYOUT, arena=None):
+def bound():
     (exchange,) = ge.local_group(1)
-    exchange.bind(layout, floats(LAYOUT.arena_size) if arena is None else arena)
+    exchange.bind(LAYOUT, floats(LAYOUT.arena_size))
     return exchange
 
 
@@ -209,7 +209,6 @@ VARIED = {
     "GradientLayout.of": (ge.GradientLayout.of, [[(3,)]], PARTS, "0 tp_rank tp_size partitions"),
     "GradientLayout.lora": (ge.GradientLayout.lora, [1, 4, 4, 2], {}, "0 3"),
     "GradientLayout.transformer": (ge.GradientLayout.transformer, [1, 4, 4, 4, 4], {}, "1 embedding tensor_parallel"),
-    "exchange.bind": (bound, [], {}, "layout arena"),
     "local_group": (closing(ge.local_group), [2], {}, "0 timeout join_timeout bucket_bytes"),
     "shard_batches": (ge.shard_batches, [7, 0, 3], {}, "0 1 2"),
     "DistributedTrainer": (ge.DistributedTrainer, [trainer(), None, LAYOUT], {}, "0 1 2 max_steps check_every"),
@@ -272,7 +271,6 @@ CALLS = dict(varied()) | {
     "layout.slot": LAYOUT.slot,
     "layout.block": LAYOUT.block,
     "layout_from_table": layout_from_table,
-    "exchange.start(span)": lambda v: bound().start(v),
     "exchange.all_gather(data)": lambda v: bound().all_gather(v),
     "trainer.train_batch(micro_batches)": lambda v: None if isinstance(v, (range, Mapping)) else trained(v),
     "trainer.forward_backward()": lambda v: trained(forward_backward=lambda batch: v),

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -20,7 +19,7 @@ from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, share
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
 from gradengine.exchange import wire
-from gradengine.exchange.links import sockets, threads
+from gradengine.exchange.links import threads
 from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.links.threads import thread_links
@@ -427,17 +426,6 @@ def test_a_machine_that_acknowledges_nothing_for_20_s_is_a_lost_rank(monkeypatch
             assert link.poll() == []
 
 
-@pytest.mark.parametrize("place", ["_fill", "_attached"])
-def test_what_a_signal_handler_raises_is_no_lost_connection(stranger, monkeypatch, place):
-    link, theirs = stranger
-    monkeypatch.setattr(SocketLink, place, lambda *_: (_ for _ in ()).throw(TimeoutError("of a handler")))
-    link.receive(1, 7, np.zeros(2))
-    link.send(1, 7, np.zeros(2))
-    theirs.send(b"\0")
-    with pytest.raises(TimeoutError, match="of a handler"):
-        until(1, link)
-
-
 def test_what_goes_over_a_socket_is_msgpack(stranger):
     link, theirs = stranger
     source = np.arange(1000.0)
@@ -534,17 +522,6 @@ def test_what_a_link_has_sent_arrives_though_it_is_closed_with_more_to_read(stra
     came = sum(iter(lambda: len(theirs.recv(1 << 20)), 0))
     assert count > 0
     assert came >= count * (20 + source.nbytes)
-
-
-def test_a_link_that_is_closed_without_memory_leaves_no_connection_open(monkeypatch):
-    ends = [tcp_pair() for _ in range(3)]
-    link = SocketLink(0, {peer: ours for peer, (ours, _) in enumerate(ends, 1)})
-    for name in ("head", "bytearray"):
-        monkeypatch.setattr(sockets, name, Mock(side_effect=MemoryError), raising=False)
-    link.close()
-    for _, theirs in ends:
-        with theirs:
-            assert theirs.recv(99) == b""
 
 
 def test_nothing_is_read_or_written_while_a_link_over_sockets_is_closed_or_after(stranger, monkeypatch):

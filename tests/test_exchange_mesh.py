@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import linecache
 import os
 import re
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from channel import SECRET, Channel, claim, knock
-from interrupts import interrupted_at, places_of
 from transports import HAS_SHARED_MEMORY, SOON
 
 from gradengine import errors
@@ -560,69 +558,6 @@ def test_arguments_out_of_range(tmp_path):
     for changes in ({"rank": 2}, {"job": "two\nlines"}, {"secret": 7}):
         with pytest.raises(CallerError):
             Meeting(**{"address": str(tmp_path / "s"), "rank": 0, "world_size": 2} | changes)
-
-
-# ---- Ctrl-C ----
-
-
-@pytest.mark.parametrize("is_tcp", [False, True], ids=["unix", "tcp"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_interrupted_at_any_line_nothing_is_left_open(rank, is_tcp, tmp_path, folder, monkeypatch):
-    """The other rank, which may try again and again, is told at last that its time is over."""
-    made, sound = [], socket.socket.__init__
-
-    def noted(connection, *arguments, **options):
-        sound(connection, *arguments, **options)
-        made.append(connection)
-
-    monkeypatch.setattr(socket.socket, "__init__", noted)
-    monkeypatch.setattr(addresses, "RETRY_SECONDS", 0.001)
-    given = ("127.0.0.1", 0) if is_tcp else str(tmp_path / "s")
-
-    def joined(call):
-        clock, listener = Clock(), Listener(given)
-        address = listener.address
-        places = (listener, address) if rank == 0 else (address, listener)
-        other = Started(places[1], 1 - rank, 2, clock=clock)
-        found = call(lambda: mesh(places[0], rank, 2, secret=SECRET, timeout=SOON).close())
-        if rank == 0:
-            listener.close()
-        clock.jump(address)
-        for path in folder.glob("*/*"):  # where rank 0 may wait by now
-            clock.jump(str(path))
-        with contextlib.suppress(PeerLost):
-            other.link().close()
-        left = [each for each in made if each.fileno() >= 0]
-        made.clear()
-        return found, left
-
-    # What a return hands over that is interrupted nobody can close; at a `try` and at the end of a `with` no signal is
-    # looked for.
-    files = {"handshake.py", "addresses.py", "mesh.py"}
-    lines = [
-        (file, line, event, time)
-        for file, line, event, time in joined(places_of)[0]
-        if event == "line" and Path(file).name in files
-        if not linecache.getline(file, line).strip().startswith(("try:", "with socket."))
-    ]
-    assert len(lines) > 50
-    for at in lines:
-        assert joined(lambda work, at=at: interrupted_at(at, work))[1] == [], at
-
-
-def test_strangers_by_the_thousand_are_a_line_a_second_in_the_log_with_their_number(listener, caplog):
-    caplog.set_level("INFO", "gradengine.exchange")
-    clock = Clock()
-    first = Started(listener, 0, 2, clock=clock)
-    for second in (0.0, 0.5, 0.9, 1.0, 1.5):
-        clock.now = second
-        stranger = knock(listener.address)
-        stranger.send("abort", "", "")
-        assert "another message" in refusal_of(stranger)
-    form([first, *start(listener, 2, [1])])
-    lines = [line for line in caplog.messages if "a caller sent another message" in line]
-    assert len(lines) == 3
-    assert "rank 0 has refused 5 in all, at last: " in lines[-1]
 
 
 def test_a_path_that_a_rank_may_not_use_is_named_at_the_deadline(tmp_path, monkeypatch):

@@ -216,14 +216,10 @@ class Listener:
             do = "give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
             raise CallerError(what, expected="a loopback address, or a secret", do=do)
         self.socket = _listening(self.address, ports)
-        try:
-            if not isinstance(address, str):
-                self.address = self.socket.getsockname()[:2]
-            close_in_children(self.socket)  # which would keep the address
-            self.socket.setblocking(False)
-        except BaseException:
-            self.close()
-            raise
+        close_in_children(self.socket)  # which would keep the address
+        self.socket.setblocking(False)
+        if not isinstance(address, str):
+            self.address = self.socket.getsockname()[:2]
 
     def close(self) -> None:
         """Stop listening and free the address; may be called twice."""
@@ -254,10 +250,8 @@ def connect_once(address: Address, timeout: float) -> socket.socket:
             if connection.getsockname() != connection.getpeername():
                 return connection
             raise OSError("connected to itself")  # noqa: TRY301  (our own port: a TCP self-connect)
-        except BaseException as fault:
+        except OSError as fault:
             connection.close()
-            if not isinstance(fault, OSError):
-                raise
             failures.append(fault)
     raise failures[0]
 

@@ -19,7 +19,7 @@ from gradengine.exchange.hello import Hello, hellos_of, packed_hello, refuse_dif
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import GRACE_SECONDS, Meeting
-from gradengine.exchange.ordered_all_reduce import Find, Float32, OrderedAllReduce, refuse_bad_arena
+from gradengine.exchange.ordered_all_reduce import Find, Float32, OrderedAllReduce
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
 from gradengine.exchange.shares import shares_of
 from gradengine.exchange.torch_group import DeviceCalls
@@ -158,8 +158,6 @@ class Exchange(AbstractContextManager["Exchange"]):
                 the window is lost.
             PeerLost, DeadlineExceeded: The server or a worker did not join in time.
         """
-        if not isinstance(arena, DeviceArena):
-            refuse_bad_arena(layout, arena)
         self._refuse_ended()
         if self._pump is not None:
             raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")

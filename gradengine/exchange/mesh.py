@@ -39,7 +39,6 @@ logger = logging.getLogger("gradengine.exchange")  # who joins, and who is refus
 
 _STRANGERS = 64  # may be connected at a time, besides one for each rank; for a further one the oldest is closed
 GRACE_SECONDS = 5.0  # for which a rank waits longer than the one that finds who is late
-_LOG_SECONDS = 1.0  # at least, between two lines about refusals
 _LOOK_SECONDS = 0.1  # until a server that waits looks whether it is to end
 _LONGEST_SECONDS = 1e6  # of a wait: a poll's milliseconds are a C int
 
@@ -108,7 +107,6 @@ class Meeting:
         self._aim = self._called = ""  # of the rank that calls, for errors: what it is about, and whom it calls
         self._was_let_in = False  # by rank 0 or the server, once at least
         self._refused: ExchangeError | None = None  # the last one, of one connection alone
-        self._logged_at, self._refusals = -math.inf, 0  # when a refusal was logged, and how many there were
         if rank == 0 and not is_served and self._listener is None:
             self._listener = Listener(self._at, secret, ports)
         self.url = url_of(self._at if self._listener is None else self._listener.address)
@@ -141,8 +139,6 @@ class Meeting:
             else:
                 self._join()
             self.close()
-            if self._refusals:
-                logger.info("%s has refused %d in all, at last: %s", self._who, self._refusals, self._refused)
             here = (line.socket.family == socket.AF_UNIX or is_loopback(line.origin) for line in self.lines.values())
             if self._tls is None and not all(here):
                 logger.warning("gradients are sent to other hosts in plain: pass tls= to encrypt them (docs/tls.md)")
@@ -330,10 +326,8 @@ class Meeting:
             line = Line(connection, "a caller")
             self._selector.register(connection, selectors.EVENT_READ, line)
             self._strangers.append(line)
-        except BaseException as fault:
+        except OSError:  # it is gone again
             connection.close()
-            if not isinstance(fault, OSError):
-                raise
         if len(self._strangers) > _STRANGERS + self.world_size:
             self._drop(self._strangers[0], None)
 
@@ -381,10 +375,8 @@ class Meeting:
         if refusal is None:
             line.socket.close()
         else:
-            self._refused, self._refusals = refusal, self._refusals + 1
-            if self._clock() - self._logged_at >= _LOG_SECONDS:  # strangers may come by the thousand
-                self._logged_at = self._clock()
-                logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
+            self._refused = refusal
+            logger.info("%s refuses a connection from %s: %s", self._who, line.origin, refusal)
             line.leave("abort", "HandshakeRefused", f"{self._who} refuses: {refusal}")
         if line in self._strangers:
             self._strangers.remove(line)

@@ -26,8 +26,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import refuse_other_kind
-from gradengine.errors import CallerError, ProtocolError, WindowError
+from gradengine.errors import ProtocolError, WindowError
 from gradengine.exchange.links.link import RECEIVE, RELEASE, SEND, Completion, Transfer
 from gradengine.exchange.shares import ReadyShares, Share
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels
@@ -243,7 +242,6 @@ class OrderedAllReduce:
         Nothing is sent or summed before the next `transfers()`.
         """
         for span in spans:
-            refuse_other_kind("span", span, Span)
             if span.key in self.started:
                 raise WindowError(f"{span.called} has been started already", do="start each span once in a step")
         for span in spans:
@@ -443,12 +441,3 @@ def _meaning(tag: int) -> tuple[int, int]:
 
 def _largest(shares: Sequence[Share]) -> int:
     return max([share.size for share in shares], default=0)
-
-
-def refuse_bad_arena(layout: GradientLayout, arena: Float32) -> None:
-    """Raise `CallerError` unless the arena is flat contiguous fp32 memory of the layout's size."""
-    refuse_other_kind("layout", layout, GradientLayout)
-    refuse_other_kind("arena", arena, np.ndarray)
-    if arena.shape != (layout.arena_size,) or arena.dtype != np.float32 or not arena.flags.c_contiguous:
-        got, expected = f"{arena.dtype} {arena.shape}", f"contiguous float32 ({layout.arena_size},)"
-        raise CallerError("arena does not fit the layout", got=got, expected=expected)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost, WindowError
 from gradengine.exchange.gather import Gather, is_of_gather
-from gradengine.exchange.links.link import DAMAGED, RELEASE, SEND, Completion, Link, Transfer
+from gradengine.exchange.links.link import DAMAGED, RELEASE, SEND, VANISHED_SECONDS, Completion, Link, Transfer
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
 from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.threads import Bell
@@ -28,7 +28,6 @@ DEFAULT_TIMEOUT = 300.0  # seconds
 DEFAULT_JOIN_TIMEOUT = 60.0  # seconds
 _LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 _WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
-_VANISHED_SECONDS = 20.0  # until a rank that waits looks whether the machines of others answer
 _PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
 # Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
 # waits for parts, other ranks for its sums, and ranks that have all sums for those in a gather. Each of these waits is
@@ -84,7 +83,7 @@ class Patience:
 
     def look(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
         """Log for whom this end of a link has waited, and lose ranks whose machines vanished, when it is time."""
-        if waited > _VANISHED_SECONDS:
+        if waited > VANISHED_SECONDS:
             link.lose_vanished()
         if waited >= self._warns_at:
             self._warns_at *= 2

@@ -118,10 +118,7 @@ def reason_of(fault: OSError) -> str:
     reason = getattr(fault, "reason", None)
     if reason == "WRONG_VERSION_NUMBER":  # the first bytes are not those of any TLS
         return "it does not speak TLS"
-    text = str(reason).replace("_", " ").lower() if reason else str(fault.strerror or fault)
-    _, is_alert, alert = text.partition(" alert ")
-    # OpenSSL's own words say where in its source, and name old versions for alerts of every one.
-    return f"the other end says: {alert}" if is_alert else re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", text)
+    return str(reason).replace("_", " ").lower() if reason else str(fault.strerror or fault)
 
 
 def _context(kind: int, authority: Path, shown: Path, key: Path) -> ssl.SSLContext:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradengine.errors import PeerLost, ProtocolError
 from gradengine.threads import Bell
 
-VANISHED_SECONDS = 20.0  # after which a machine that answers nothing is given up
+VANISHED_SECONDS = 20.0  # until a rank that waits looks, and after which a machine that answers nothing is given up
 Memory: TypeAlias = npt.NDArray[Any]  # contiguous, of any dtype
 SEND, RECEIVE, RELEASE, DAMAGED = "send", "receive", "release", "damaged"
 
@@ -164,9 +164,3 @@ class Link(ABC):
         else:
             self.lost, what = lost, f"rank {lost} is gone or late: {self.named(peer)} has closed its link for that"
         return PeerLost(what, do=self.way_on)
-
-
-def refuse_foreign(fault: BaseException) -> None:
-    """Raise an `OSError` without a number again: the system's have one, and a signal handler has raised this one."""
-    if isinstance(fault, OSError) and fault.errno is None:
-        raise fault

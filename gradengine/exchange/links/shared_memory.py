@@ -131,14 +131,12 @@ class SharedMemoryLink(SocketLink):
         """Copy what a rank lends, or let it be borrowed."""
         receipt, whole = Completion(SEND, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
         self._open[receipt] = EMPTY  # also where it is never sent: then the rank is missed
-        if start + size > whole.size:
-            what = f"rank {peer} lends rank {self.rank} a range outside of its memory, with tag {tag}"
-            raise ProtocolError(what, got=f"{size} bytes from {start}", expected=f"within {whole.size}")
         source, sink = whole[start : start + size], self._open.pop(Completion(RECEIVE, peer, tag), None)
+        if source.size != size or (sink is None and (start % 4 or size % 4)):
+            what = f"rank {peer} lends rank {self.rank} a range that cannot be, with tag {tag}"
+            expected = f"within {whole.size}, and of fp32 to be borrowed"
+            raise ProtocolError(what, got=f"{size} bytes from {start}", expected=expected)
         if sink is None:
-            if start % 4 or size % 4:
-                what = f"rank {peer} lends rank {self.rank} memory that is not fp32, with tag {tag}"
-                raise ProtocolError(what, got=f"{size} bytes from {start}", expected="multiples of 4")
             self._borrowed[peer, tag] = source.view(np.float32)
             self._over.append(Completion(RECEIVE, peer, tag))
             return
@@ -162,12 +160,9 @@ class SharedMemoryLink(SocketLink):
         peer, tag = connection.peer, connection.held
         if peer in self._left:  # else it would be missed only after what is held
             raise self._gone(peer)
-        if tag & _RELEASED:
-            what = f"rank {peer} says that it has read what rank {self.rank} has not lent"
-            raise ProtocolError(what, got=f"tag {tag % _LENT}")
-        if Completion(RECEIVE, peer, tag | _LENT) in self._open:
-            what, do = f"rank {peer} sent rank {self.rank} what it should lend", "use shared memory on all ranks"
-            raise ProtocolError(what, got=f"tag {tag}", do=do)
+        if tag & _RELEASED or Completion(RECEIVE, peer, tag | _LENT) in self._open:
+            what = f"rank {peer} sent rank {self.rank} what it should lend, or has read what was not lent"
+            raise ProtocolError(what, got=f"tag {tag}", do="use shared memory on all ranks")
 
     def _fill(self, connection: Connection) -> int:
         if connection.receiving is not None:

@@ -22,16 +22,7 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.errors import CallerError, PeerLost, ProtocolError
-from gradengine.exchange.links.link import (
-    DAMAGED,
-    RECEIVE,
-    SEND,
-    VANISHED_SECONDS,
-    Completion,
-    Link,
-    Memory,
-    refuse_foreign,
-)
+from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, VANISHED_SECONDS, Completion, Link, Memory
 from gradengine.exchange.tls import reason_of
 from gradengine.exchange.wire import HEAD_BYTES, MAX_PAYLOAD, checksum, head, head_of
 from gradengine.threads import Bell
@@ -44,7 +35,6 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_K
 _UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
 _DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
 EMPTY = memoryview(bytearray())
-_discarded = bytearray(1 << 16)  # a close allocates nothing: memory may be what has run out
 
 
 class SocketLink(Link):
@@ -271,7 +261,6 @@ class SocketLink(Link):
     def _fail(self, connection: Connection, fault: OSError | PeerLost | ProtocolError) -> None:
         """Send nothing more to a rank, and keep its first fault, to be raised."""
         if isinstance(fault, OSError):
-            refuse_foreign(fault)
             fault = self._gone(connection.peer, f"the connection with it is lost ({reason_of(fault)})")
         self._faults.setdefault(connection.peer, fault)
         connection.outgoing.clear()
@@ -280,15 +269,15 @@ class SocketLink(Link):
         return PeerLost(f"{self.named(peer)} is gone: {why}", do=self.way_on)
 
     def _leave(self, connection: Connection) -> None:
-        """Close a connection, after a farewell if it is not in the middle of a message; also if memory has run out."""
-        with contextlib.suppress(OSError, MemoryError):
+        """Close a connection, after a farewell if it is not in the middle of a message."""
+        with contextlib.suppress(OSError):
             if not connection.parts:
                 connection.socket.send(head(_FAREWELL, 0 if self.lost is None else self.lost + 1, 0))
-        with contextlib.suppress(OSError, MemoryError):
+        with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_WR)
             left = _DISCARDED_BYTES
-            while left > 0 and (count := connection.socket.recv_into(_discarded)):
-                left -= count
+            while left > 0 and (data := connection.socket.recv(1 << 16)):
+                left -= len(data)
         connection.socket.close()
 
 
