@@ -421,9 +421,8 @@ def test_a_machine_that_acknowledges_nothing_for_20_s_is_a_lost_rank(monkeypatch
         link.receive(1, 7, np.zeros(2))
         info = struct.pack("=24xI28xI", missing, silent_ms)  # of <linux/tcp.h>
         monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: info)
-        link.lose_vanished()
         with pytest.raises(PeerLost, match="rank 1 is gone: its machine") if is_lost else contextlib.nullcontext():
-            assert link.poll() == []
+            link.refuse_vanished()
 
 
 def test_what_goes_over_a_socket_is_msgpack(stranger):

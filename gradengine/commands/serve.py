@@ -75,6 +75,6 @@ def table(server: GradientServer, world_size: int) -> Table | str:
         return f"waiting for {world_size} workers"
     title = f"{world_size} workers, step {step}"
     shown = Table("rank", "host", "received", "sent", title=title, title_justify="left", box=SIMPLE_HEAD)
-    for each in workers:
-        shown.add_row(str(each.rank), each.host, decimal(each.received), decimal(each.sent))
+    for rank, host, received, sent in workers:
+        shown.add_row(str(rank), host, decimal(received), decimal(sent))
     return shown

@@ -27,8 +27,7 @@ Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path o
 MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no secret is needed
 LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
-# A rank's path is up to 5 bytes longer than rank 0's, and begins with 7 more.
-MOST_PATH_BYTES = 95 if sys.platform == "linux" else 91
+MOST_PATH_BYTES = 101 if sys.platform == "linux" else 97  # of rank 0's; another rank's is up to 6 bytes longer
 RETRY_SECONDS = 0.05
 _BACKLOG = 128
 _EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is on rank 0's host)
@@ -276,7 +275,7 @@ def _listening(address: Address, ports: range | None) -> socket.socket:
         family, place = _places(address)[0]
         return _at_path(place) if isinstance(place, str) else _at_port(family, place, ports)
     except OSError as fault:
-        do = _TAKEN if fault.errno in {errno.EADDRINUSE, errno.EEXIST} else "check the host or path"
+        do = _TAKEN if fault.errno == errno.EADDRINUSE else "check the host or path"
         reason = (fault.strerror or str(fault)).partition(" (")[0]  # create_server repeats the address
         raise CallerError(f"cannot listen at {shown(address)} ({reason})", do=do) from None
 
@@ -295,25 +294,19 @@ def _at_port(family: socket.AddressFamily, place: Any, ports: range | None) -> s
 
 
 def _at_path(path: str) -> socket.socket:
-    """Listen at a path, from which a stale socket is removed; fails if anything else is there.
-
-    The socket listens at a name of its own before it has that path, so that no other process takes it for a stale one.
-    """
-    listener, own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), Path(f"{path}-{secrets.token_hex(3)}")
+    """Listen at a path, from which a stale socket is removed; fails if anything else is there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
+            Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(own))
-        own.chmod(0o600)  # before any other user can connect
+        listener.bind(path)
+        Path(path).chmod(0o600)  # before it listens, and any other user can connect
         listener.listen(_BACKLOG)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
-                Path(path).unlink(missing_ok=True)
-        os.link(own, path)
-        own.unlink()
-        return listener  # noqa: TRY300  (an interrupt here closes it too)
-    except BaseException:
+    except OSError:
         listener.close()
-        own.unlink(missing_ok=True)
         raise
+    return listener
 
 
 def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,9 +81,9 @@ class Patience:
         return waited
 
     def look(self, waited: float, link: Link, late: Callable[[], Late]) -> None:
-        """Log for whom this end of a link has waited, and lose ranks whose machines vanished, when it is time."""
+        """Log for whom this end of a link has waited, when it is time; `PeerLost` for a machine that vanished."""
         if waited > VANISHED_SECONDS:
-            link.lose_vanished()
+            link.refuse_vanished()
         if waited >= self._warns_at:
             self._warns_at *= 2
             ranks, where, *_ = late()
@@ -119,7 +118,6 @@ class Pump:
         self._all_reduce: OrderedAllReduce | None = None
         self._arena: DeviceArena | None = None  # where shares are copied from and to
         self._gather: Gather | None = None  # the one that is under way
-        self._over: deque[Completion] = deque()  # transfers and copies that are over, and not reported yet
         self.lock = threading.RLock()
         # No Condition, and no Thread: Ctrl-C within their Python code would leave a lock locked, or a thread unstarted.
         self._news = Bell()  # something that is waited for may be over
@@ -200,8 +198,6 @@ class Pump:
 
     def _run(self) -> None:
         with self.lock:
-            if self._turner > 0:  # a call that was interrupted in between has started this thread, the next one another
-                return
             self._turner = _thread.get_ident()
         try:
             while self._goes_on():
@@ -255,17 +251,20 @@ class Pump:
 
     def _turn(self) -> bool:
         """Handle finished transfers, and begin the next ones; returns whether there were any."""
-        self._over.extend(self._link.poll())
+        over = self._link.poll()
         if self._link.moved_bytes != self._moved_bytes:  # a slow network is no late rank
             self.moved_at, self._moved_bytes = self._clock(), self._link.moved_bytes
-        if self._arena is not None:
-            self._over.extend(self._arena.poll())
-        if not self._over:
-            return self._begin()
-        while self._over:
+        copies = [] if self._arena is None else self._arena.poll()
+        with self.lock:  # all at once: whatever fails later, the all-reduce knows what is in the arena
+            for completion in copies:
+                self.moved_at = self._clock()
+                self._report(completion)
+        if not over:
+            return self._begin() or bool(copies)
+        for completion in over:
             with self.lock:
                 self.moved_at = self._clock()
-                self._report(self._over.popleft())
+                self._report(completion)
             self._begin()
         return True
 
@@ -320,15 +319,13 @@ class Pump:
         """Close the link, and report to the all-reduce what its arena holds then.
 
         Sums that had not begun to arrive have overwritten no part, and a part that a copy has begun to overwrite must
-        become the sum. Copies may have ended together with what made this fail.
+        become the sum.
         """
         self._link.close()
         with self.lock:
             if self._all_reduce is not None:
                 self._all_reduce.end(self._link.unwritten)
-            copies = [each for each in self._over if each.peer == self._link.rank]
-            self._over.clear()
-            for completion in copies + ([] if self._arena is None else self._arena.poll(waits=True)):
+            for completion in [] if self._arena is None else self._arena.poll(waits=True):
                 self._report(completion)
 
     def _fail(self, fault: BaseException) -> None:

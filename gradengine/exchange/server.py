@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, final
+from typing import final
 
 from gradengine.arguments import checked_rank, checked_seconds, whole_number
 from gradengine.errors import PeerLost, ProtocolError, not_copied
@@ -29,16 +29,6 @@ from gradengine.layout import Span
 
 DEFAULT_BUCKET_BYTES = 1 << 21  # of what a server sums at a time: four of them are in flight
 _LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
-
-
-@final
-class ServedWorker(NamedTuple):
-    """What a server knows of a worker; counts are of bytes since it joined."""
-
-    rank: int
-    host: str
-    received: int
-    sent: int
 
 
 @final
@@ -115,9 +105,9 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         return None if self._hub is None else self._hub.step
 
     @property
-    def workers(self) -> list[ServedWorker]:
-        """The workers of the group that is served, by rank; none before all have joined."""
-        return [] if self._hub is None else [ServedWorker(*each) for each in self._hub.ranks.traffic()]
+    def workers(self) -> list[tuple[int, str, int, int]]:
+        """Each worker's rank, host, and bytes received from it and sent to it; none before all have joined."""
+        return [] if self._hub is None else self._hub.ranks.traffic()
 
     def serve(self) -> None:
         """Wait until all workers of one group have joined and left.

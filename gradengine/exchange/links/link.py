@@ -130,11 +130,8 @@ class Link(ABC):
         have borrowed memory from this one: their `release` fails. May be called twice.
         """
 
-    def lose_vanished(self) -> None:  # noqa: B027  (most links have nothing to ask)
-        """Have `poll` raise `PeerLost` for a rank whose machine answers nothing any more, where that can be seen.
-
-        Any thread may call this, at any time.
-        """
+    def refuse_vanished(self) -> None:  # noqa: B027  (most links have nothing to ask)
+        """Raise `PeerLost` for a rank whose machine answers nothing any more, where that can be seen."""
 
     def named(self, peer: int) -> str:
         """The name of a rank or the server, for errors."""

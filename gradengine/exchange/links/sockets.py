@@ -98,13 +98,12 @@ class SocketLink(Link):
     def held(self) -> dict[int, int]:
         return {peer: each.held for peer, each in self._connections.items() if each.held is not None}
 
-    def lose_vanished(self) -> None:
+    def refuse_vanished(self) -> None:
         with contextlib.suppress(OSError):  # another thread closes the link
-            for connection in [*self._connections.values()]:
+            for peer, connection in [*self._connections.items()]:
                 if has_vanished(connection.socket):
-                    connection.has_vanished = True
-                    self.bell.due.append(connection)  # if a poll overlooks it, the next call repeats this
-                    self.bell.ring()
+                    self.lost = peer
+                    raise self._gone(peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s")
 
     def gone(self) -> list[int]:
         """The ranks that have closed their links, or whose connections are lost."""
@@ -170,8 +169,6 @@ class SocketLink(Link):
     def _move(self, connection: Connection) -> None:
         """Receive and send what can be now, until one receive is over or nothing more can be done."""
         try:
-            if connection.has_vanished:
-                raise self._gone(connection.peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s")
             if connection.held is None and not connection.has_ended:
                 self._read(connection)
         except BlockingIOError:
@@ -331,7 +328,7 @@ class Connection:
         self.receiving: Completion | None = None  # whose payload is received
         self.checksum = 0  # that its head announces
         self.held: int | None = None  # the tag of the head, where nobody receives what it announces
-        self.has_ended = self.has_vanished = False  # nothing is received any more; its machine answers nothing
+        self.has_ended = False  # nothing is received any more
         self.received = self.sent = 0  # bytes
         self.events = 0  # that the bell is rung for
         connection.setblocking(False)

@@ -60,7 +60,6 @@ class ThreadLink(Link):
         self._matched: deque[tuple[int, int]] = deque()  # ranks and tags of receives whose sends are open too
         self._borrowed: dict[tuple[int, int], Memory] = {}
         self._over: list[Completion] = []
-        self._left_for = rank  # whom it had lost when it closed, perhaps only itself
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
         self._begin(Completion(SEND, peer, tag), memory)
@@ -96,14 +95,12 @@ class ThreadLink(Link):
                     self._refuse_lost(peer)
                 # A rank that has left for another one ends the group also where nothing more was to come from it.
                 for link in self._links if self._open else ():
-                    if link._left_for != link.rank:
+                    if link.lost not in {None, link.rank}:
                         self._refuse_lost(link.rank)
             return over
 
     def close(self) -> None:
         with self._lock:
-            if not self.is_closed and self.lost is not None:
-                self._left_for = self.lost
             self.is_closed = True
             self._open, self._matched, self._borrowed, self._over = {}, deque(), {}, []
             for link in self._links:
@@ -160,5 +157,6 @@ class ThreadLink(Link):
 
     def _refuse_lost(self, peer: int) -> None:
         """Raise `PeerLost` if a rank has closed its link."""
-        if self._links[peer].is_closed:
-            raise self.lost_by(peer, self._links[peer]._left_for)
+        other = self._links[peer]
+        if other.is_closed:
+            raise self.lost_by(peer, peer if other.lost is None else other.lost)
