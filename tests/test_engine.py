@@ -506,12 +506,13 @@ class TestCost:
 
     def test_an_engine_that_is_dropped_is_gone_at_once(self):
         engine = new_engine()
-        engine.add(gradients_of())
+        with engine.micro_batch() as micro_batch:
+            micro_batch.add("head", gradients_of()[2])
         engine.step()
         kept = weakref.ref(engine.accumulator)
         gc.disable()  # a cycle would keep a GPU's memory until it is collected
         try:
-            del engine
+            del engine, micro_batch
             assert kept() is None
         finally:
             gc.enable()

@@ -14,6 +14,8 @@ from gradengine.errors import ExchangeError, WindowError
 from gradengine.layout.slots import Span
 from gradengine.reduction.reducer import Reducer, whole
 
+_OVER = object()
+
 
 @final
 class MicroBatch(AbstractContextManager["MicroBatch"]):
@@ -29,7 +31,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._accumulator, self._layout = reducer.accumulator, reducer.accumulator.layout
         self._measure = self._sends = False
         self._missing: dict[int | str, set[str]] = {}  # of each span that is to be sent: components not added yet
-        self._window: object = None  # the window in which it began; this object once it is over
+        self._window: object = None  # the window in which it began, or _OVER
         self._noted = Noted(self._accumulator.groups)
 
     @whole
@@ -156,7 +158,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self.add_noted()
         self._refuse_if_over()
         self._accumulator.end_micro_batch()
-        self._window = self
+        self._window = _OVER
         self._send(self._layout.spans)
 
     def fail(self, fault: type[BaseException]) -> None:
@@ -164,7 +166,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
         If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
-        is_coming, self._window = self._is_coming, self
+        is_coming, self._window = self._is_coming, _OVER
         if is_coming and (self._accumulator.state.now is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
 
