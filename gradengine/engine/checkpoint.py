@@ -102,10 +102,7 @@ def _refuse_other_names(state: Mapping[str, Any]) -> None:
 
 def _array(state: Mapping[str, Any], name: str) -> Array:
     dtype, shape = _FIELDS[name]
-    try:
-        array = np.asarray(state[name])
-    except Exception as fault:  # noqa: BLE001  (a file that was cut off, a tensor on a GPU: others' errors)
-        raise CallerError(f"'{name}' of a saved state cannot be read", got=said(fault), expected="an array") from None
+    array = np.asarray(state[name])
     if array.dtype != np.dtype(dtype) or (array.ndim != 1 if shape is None else array.shape != shape):
         raise _other_array(name, array, f"{dtype} of {'one dimension' if shape is None else f'shape {shape}'}")
     return array

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from gradengine.arguments import refuse_unknown
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
-
-_OF_AN_EXCHANGE = ("rank", "world_size", "bind", "start", "wait", "all_gather", "close")
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
@@ -24,9 +22,9 @@ def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale
     Raises:
         CallerError: A setting is not one of the known words, or a dynamic loss scale lacks the steps that are skipped.
     """
-    refuse_unknown("on_non_finite", on_non_finite, ("raise", "skip", "propagate"))
+    refuse_unknown("on_non_finite", on_non_finite, get_args(OnNonFinite))
     do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
-    refuse_unknown("average", average, ("weighted", "per_worker", "prescaled"), do=do)
+    refuse_unknown("average", average, get_args(Average), do=do)
     is_dynamic = isinstance(loss_scale, DynamicLossScale)
     if is_dynamic and on_non_finite != "skip":
         got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
@@ -74,7 +72,7 @@ def refuse_lone_part(layout: GradientLayout, plan: ClipPlan, on_non_finite: str)
 def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
     """Raise `CallerError` if either is not an exchange, or both are the same."""
     for name, group in (("exchange", exchange), ("tp_exchange", tp_exchange)):
-        if group is not None and not all(hasattr(group, each) for each in _OF_AN_EXCHANGE):
+        if group is not None and not hasattr(group, "bind"):
             raise CallerError(f"{name} is not an Exchange", got=type(group).__name__, do="pass connect(url, ...)")
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(
