@@ -74,6 +74,13 @@ class GradientEngine:
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has too little memory.
         HandshakeRefused, PeerLost, DeadlineExceeded: The workers could not form a group.
 
+    Attributes:
+        layout: The components.
+        accumulator: The accumulator that holds the window.
+        micro_batches: Micro-batches in a window, if known.
+        on_non_finite: What is done with a gradient that is not finite.
+        average: What the sum is divided by.
+
     Example:
         >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
         >>> engine.add({"w": np.array([6, 0], np.float32)})
