@@ -60,7 +60,7 @@ class TestHelpers:
         lasts = timed(self.accumulate)
         for _ in range(200):
             try:
-                with signalled(seeds.uniform(0, lasts), times=3):
+                with signalled(seeds.uniform(0, lasts)):
                     self.accumulate()
             except KeyboardInterrupt:
                 interrupts += 1

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -57,13 +56,14 @@ class TestHelpers:
         def clip(kernels, arena):
             kernels.measure(Arena(arena.targets, arena.partials))
 
-        for work in (fold, clip, HostKernels.measure):
+        for work in (fold, clip):
             assert self.helpers(monkeypatch, sizes, work) == expected, work
 
-    def test_to_be_measured_chunks_must_be_larger_than_to_be_folded(self, monkeypatch):
+    def test_to_be_measured_chunks_must_be_larger_than_to_be_folded_or_stand_at_equal_distances(self, monkeypatch):
         sizes = [75_000] * 124
-        assert self.helpers(monkeypatch, sizes, HostKernels.measure) == 0
+        assert self.helpers(monkeypatch, sizes, lambda k, arena: k.measure(Arena(arena.targets, arena.partials))) == 0
         assert self.helpers(monkeypatch, sizes, lambda k, arena: k.scale(arena.targets, np.float32(2), arena.targets))
+        assert self.helpers(monkeypatch, sizes, HostKernels.measure)
 
 
 class TestThreads:
@@ -105,23 +105,6 @@ class TestThreads:
 
         with pytest.raises(MemoryError, match="in a helper"):
             shared_by_threads(work, range(4), 1, 2)
-
-    def test_callers_that_start_at_once_leave_the_threads_of_one_of_them(self, monkeypatch):
-        ended, is_first, start, serve = queue.SimpleQueue(), [True], threading.Thread.start, host_threads._serve
-
-        def another_is_quicker(thread):
-            if is_first.pop():
-                is_first.append(False)
-                host_threads._pool(2)
-            start(thread)
-
-        monkeypatch.setattr(host_threads, "_pools", {})
-        monkeypatch.setattr(threading.Thread, "start", another_is_quicker)
-        monkeypatch.setattr(host_threads, "_serve", lambda calls: (serve(calls), ended.put(calls)))
-        pool = host_threads._pool(2)
-        assert ended.get(timeout=SOON) is not pool
-        pool.put(None)
-        assert ended.get(timeout=SOON) is pool
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
     def test_a_forked_child_has_threads_of_its_own(self):

@@ -14,67 +14,46 @@ from typing import NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from gradengine.arguments import whole_number
 from gradengine.arrays.buffer import Array, Buffer
-from gradengine.arrays.dtypes import DTYPES
+from gradengine.arrays.host import address_of
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide
 from gradengine.kernels.host_device import HostDevice
-from gradengine.kernels.host_sums import Product, sum_in_fp64
+from gradengine.kernels.host_sums import Product, Values, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.layout.slots import Span
-from gradengine.threads import cached_property
 
 Task = TypeVar("Task")
 _Conversion: TypeAlias = Callable[[Array, Array], None]
+# Chunks of some targets that a thread takes at a time: the columns of their sources in a fold, the chunks themselves,
+# where they are cut out of the sources (None where all are whole), and the products that measure them.
+_Piece: TypeAlias = tuple[list[int], list[Values], list[slice] | None, list[Product]]
 Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
 
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 270 us, two 330
 # Smaller chunks are no reason for a thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping
 # 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: NumPy's vecdot keeps the GIL below 500 rows of 256 elements.
 _LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
-_LOOKED_UP = 131072  # at once: their indices, of 8 bytes, stay in the cache
-_ELEMENTS_A_TABLE, _CHUNKS_A_TABLE = 1 << 19, 16  # of a table of 65,536 values' products, which takes 80 us to make
+_ELEMENTS_A_FACTOR = 1 << 18  # of bf16: what `_has_ties` takes, 40 us, is saved on as many
+_ONE = np.float32(1)
 _BF16_NAN = np.uint16(0x7FC0)
 _UPPER_HALF = np.uint32(0xFFFF0000)  # of a word
 
 
-class _Part(NamedTuple):
-    """A chunk of one target."""
+class _Prepared(NamedTuple):
+    """The operands of a fold into some targets and of their squared sums."""
 
-    column: int  # of its source in a fold
-    target: npt.NDArray[np.float32]
-    cut: slice | None  # of the source; None where it is whole
-    products: Sequence[Product] = ()  # that measure it
-
-
-@final
-class _Prepared:
-    """The operands of a fold into some targets and of their squared sums, in `pieces` as by `pieces_of`."""
-
-    def __init__(self, arena: Arena, slots: Span) -> None:
-        self.chunks = arena.partials.chunks(slots.positions)
-        self.pieces = [
-            [_part(arena.targets[chunk[0]], slots, chunk) for chunk in piece] for piece in pieces_of(self.chunks)
-        ]
-        self.shared, self.shared_to_measure = (
-            _to_share(self.chunks, least) for least in (_LEAST_FOLDED, _LEAST_MEASURED)
-        )
-        self.indices = _indices_of(self.chunks, arena.partials)
-        self._sums = arena.partials.sums
-
-    @cached_property
-    def measured_pieces(self) -> list[list[_Part]]:
-        """The pieces, with the products that measure their chunks."""
-        indices = iter([index for _, index, _, _ in self.chunks])
-        return [
-            [part._replace(products=self._sums.products(next(indices), part.target)) for part in piece]
-            for piece in self.pieces
-        ]
+    chunks: list[Chunk]
+    indices: npt.NDArray[np.intp] | None  # of their partial sums; None for all, in order
+    pieces: list[_Piece]
+    shared: int  # elements that are worth a thread in a fold
+    shared_to_measure: int
 
 
 @final
@@ -102,13 +81,17 @@ class HostKernels(Kernels):
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
-        for slots in spans:
-            _prepared(arena, slots)
+        """Leave it to the first call: the host may allocate in a step."""
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
-        if measure and fold.present.all():
-            self._run(fold_piece, prepared.measured_pieces, prepared.shared)
+        if measure and np.count_nonzero(fold.present) == len(fold.slots.positions):
+
+            def fold_and_measure_piece(piece: _Piece) -> None:
+                fold_piece(piece)
+                _measure_piece(piece)
+
+            self._run(fold_and_measure_piece, prepared.pieces, prepared.shared)
             self._add_up(arena, prepared.chunks, prepared.indices)
             return
         self._run(fold_piece, prepared.pieces, prepared.shared)
@@ -116,27 +99,20 @@ class HostKernels(Kernels):
             self.measure(arena, fold.slots.places[fold.present].tolist())
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        if positions is not None:
-            chunks = arena.partials.chunks(positions)
-            self._measure(arena, chunks, pieces_of(chunks))
-        elif arena.memory is None:
-            partials = arena.partials
-            self._measure(arena, partials.all_chunks, partials.pieces)
-        else:
+        if positions is None and arena.memory is not None:
             prepared = _prepared(arena, arena.whole)
-            self._run(_measure_piece, prepared.measured_pieces, prepared.shared_to_measure)
+            self._run(_measure_piece, prepared.pieces, prepared.shared_to_measure)
             self._add_up(arena, prepared.chunks, prepared.indices)
-
-    def _measure(self, arena: Arena, chunks: Sequence[Chunk], pieces: Sequence[Sequence[Chunk]]) -> None:
-        targets, products, vecdot = arena.targets, arena.partials.sums.products, np.vecdot
+            return
+        chunks = arena.partials.all_chunks if positions is None else arena.partials.chunks(positions)
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
             for position, index, start, stop in piece:
-                for values, place in products(index, _to_be_summed(targets[position], start, stop)):
-                    vecdot(values, values, place)
+                for values, place in arena.partials.sums.products(index, _to_be_summed(arena, position, start, stop)):
+                    np.vecdot(values, values, place)
 
         if chunks:
-            self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
+            self._run(measure_piece, pieces_of(chunks), _to_share(chunks, _LEAST_MEASURED))
             self._add_up(arena, chunks, _indices_of(chunks, arena.partials))
 
     def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp] | None) -> None:
@@ -145,7 +121,7 @@ class HostKernels(Kernels):
 
         def take_anew(number: int) -> None:
             position, _, start, stop = chunks[number]
-            totals[number] = sum_in_fp64(_to_be_summed(arena.targets[position], start, stop))
+            totals[number] = sum_in_fp64(_to_be_summed(arena, position, start, stop))
 
         if doubtful:
             self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
@@ -179,17 +155,15 @@ class HostKernels(Kernels):
     ) -> None:
         if decision.skipped:
             self.fill_zero(arena.targets if destinations is None else list(destinations.values()))
-        elif destinations is not None:
-            sources = [arena.targets[position] for position in destinations]
-            factors = [decision.factors[plan.groups[position]] for position in destinations]
-            self._scale_each(sources, factors, list(destinations.values()))
-        elif arena.memory is not None and len(decision.factors) == 1:
+        elif destinations is None and arena.memory is not None and len(decision.factors) == 1:
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
-            factors = [decision.factors[group] for group in plan.groups]
-            self._scale_pieces(arena.targets, factors, arena.targets, arena.partials.pieces)
+            places = arena.in_place if destinations is None else destinations
+            sources = [arena.targets[position] for position in places]
+            factors = [decision.factors[plan.groups[position]] for position in places]
+            self._scale(sources, factors, list(places.values()))
 
-    def _scale_in_place(self, memory: npt.NDArray[np.float32], factor: np.float32) -> None:
+    def _scale_in_place(self, memory: Values, factor: np.float32) -> None:
         """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
 
         def scale_chunk(start: int) -> None:
@@ -200,39 +174,30 @@ class HostKernels(Kernels):
             self._run(scale_chunk, range(0, memory.size, CHUNK), memory.size)
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
-        self._scale_each(sources, [factor] * len(sources), destinations)
+        self._scale(sources, [factor] * len(sources), destinations)
 
-    def _scale_each(
-        self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]
-    ) -> None:
-        chunks = [(p, *chunk) for p, source in enumerate(sources) for chunk in chunks_of(source.size)]
-        self._scale_pieces(sources, factors, destinations, pieces_of(chunks))
-
-    def _scale_pieces(
-        self,
-        sources: Sequence[Buffer],
-        factors: Sequence[np.float32],
-        destinations: Sequence[Buffer],
-        pieces: Sequence[Sequence[Chunk]],
-    ) -> None:
-        products = _Products(sum(source.size for source in sources), sum(map(len, pieces)))
+    def _scale(self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]) -> None:
+        """Scale each source by its factor, but none that would be written to itself unchanged."""
+        given = zip(sources, factors, destinations, strict=True)
+        changed = [(s, factor, d) for s, factor, d in given if factor != 1 or s.pointer != d.pointer]
+        chunks = [(n, *chunk) for n, (source, _, _) in enumerate(changed) for chunk in chunks_of(source.size)]
+        tieless = _factors_without_ties(changed)
 
         def scale_piece(piece: Sequence[Chunk]) -> None:
-            multiply = np.multiply
-            for position, _, start, stop in piece:
-                source, factor, destination = sources[position], factors[position], destinations[position]
-                if factor == 1 and source.pointer == destination.pointer:
-                    continue
-                here, there = source.data, destination.data
-                if stop - start != source.size:
-                    here, there = here[start:stop], there[start:stop]
+            narrow: dict[np.float32, list[tuple[Array, Array]]] = {}  # bf16 to bf16
+            for n, _, start, stop in piece:
+                source, factor, destination = changed[n]
+                here, there = source.data[start:stop], destination.data[start:stop]
                 if source.dtype == "float32" == destination.dtype:
-                    multiply(here, factor, there)
+                    np.multiply(here, factor, there)
+                elif source.dtype == "bfloat16" == destination.dtype:
+                    narrow.setdefault(factor, []).append((here, there))
                 else:
-                    products.to(there, destination.dtype, here, source.dtype, factor)
+                    _scale(_widened(here, source.dtype), factor, there, destination.dtype)
+            for factor, pairs in narrow.items():
+                _scale_bfloat16(pairs, factor, has_ties=factor not in tieless)
 
-        if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
-            self._run(scale_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_FOLDED))
+        self._run(scale_piece, pieces_of(chunks), _to_share(chunks, _LEAST_FOLDED))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         shared = sum(buffer.size for buffer in buffers if buffer.size >= _LEAST_FOLDED)
@@ -264,9 +229,10 @@ def _indices_of(chunks: Sequence[Chunk], partials: PartialSums) -> npt.NDArray[n
     return np.array([index for _, index, _, _ in chunks], np.intp)
 
 
-def _to_be_summed(target: Buffer, start: int, stop: int) -> npt.NDArray[np.float32]:
-    data = target.data if stop - start == target.size else target.data[start:stop]
-    return _widened_in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
+def _to_be_summed(arena: Arena, position: int, start: int, stop: int) -> Values:
+    """The elements of a chunk in fp32, in any order."""
+    data, dtype = arena.targets[position].data[start:stop], arena.targets[position].dtype
+    return _widened_in_any_order(data) if dtype == "bfloat16" else _widened(data, dtype)
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
@@ -278,56 +244,82 @@ def _prepared(arena: Arena, slots: Span) -> _Prepared:
     """The prepared operands of some targets, made at the first call for them."""
     found: _Prepared | None = arena.prepared.get(slots)
     if found is None:
-        found = arena.prepared[slots] = _Prepared(arena, slots)
+        chunks = arena.partials.chunks(slots.positions)
+        pieces = [_piece(arena, slots, piece) for piece in pieces_of(chunks)]
+        products = itertools.chain.from_iterable([products for *_, products in pieces])
+        found = arena.prepared[slots] = _Prepared(
+            chunks,
+            _indices_of(chunks, arena.partials),
+            pieces,
+            _to_share(chunks, _LEAST_FOLDED),
+            sum(values.size for values, _ in products if values.size >= _LEAST_MEASURED),
+        )
     return found
 
 
-def _part(target: Buffer, slots: Span, chunk: Chunk) -> _Part:
-    position, _, start, stop = chunk
-    cut = None if stop - start == target.size else slice(start, stop)
-    return _Part(slots.column[position], target.data if cut is None else target.data[cut], cut)
+def _piece(arena: Arena, slots: Span, chunks: Sequence[Chunk]) -> _Piece:
+    columns = [slots.column[position] for position, _, _, _ in chunks]
+    whole = [arena.targets[position].data for position, _, _, _ in chunks]
+    targets = [target[start:stop] for target, (_, _, start, stop) in zip(whole, chunks, strict=True)]
+    is_cut = any(part.size < target.size for part, target in zip(targets, whole, strict=True))
+    cuts = [slice(start, stop) for _, _, start, stop in chunks] if is_cut else None
+    products: list[Product] = []
+    for _, run in itertools.groupby(zip(chunks, targets, strict=True), key=lambda pair: pair[1].size):
+        each = [arena.partials.sums.products(index, target) for (_, index, _, _), target in run]
+        for same in zip(*each, strict=True):
+            products += _together(same)
+    return columns, targets, cuts, products
 
 
-def _fold_piece_of(fold: FoldPass) -> Callable[[Sequence[_Part]], None]:
+def _together(products: Sequence[Product]) -> Sequence[Product]:
+    """Products of one shape: a single one where they are at equal distances, as those of alike layers are."""
+    pairs = itertools.pairwise(products)
+    distances = {tuple(map(_distance, *pair)) for pair in pairs}
+    if len(distances) != 1:
+        return products
+    arrays = zip(products[0], distances.pop(), strict=True)
+    values, place = [as_strided(a, (len(products), *a.shape), (distance, *a.strides)) for a, distance in arrays]
+    return [(values, place)]
+
+
+def _distance(first: Values, second: Values) -> int:
+    return address_of(second) - address_of(first)
+
+
+def _fold_piece_of(fold: FoldPass) -> Callable[[_Piece], None]:
     """The function that folds a piece of the targets."""
-    # fp32 of weight 1, as most are, is a NumPy call for each part and micro-batch, and no function of ours: 45 us for
-    # 218 tensors of 100 elements.
-    overwrite, others = fold.overwrite, []
+    # fp32 of weight 1, as most are, is a NumPy call for each target and micro-batch, and no function of ours.
+    first, plain = int(np.count_nonzero(fold.overwrite)), []
     for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
         if contribution.fp32 is None or weight != 1:
             break
-        others.append(contribution.fp32)
+        plain.append(contribution.fp32)
     else:
-        if not overwrite.any():
-            return partial(_add_piece, None, others)
-        if overwrite.all():
-            return partial(_add_piece, others[0], others[1:])
-    return partial(_fold_piece, _terms_of(fold), overwrite)
+        if first in (0, len(fold.overwrite)):
+            return partial(_add_piece, plain, first)
+    return partial(_fold_piece, _terms_of(fold), fold.overwrite)
 
 
-# A chunk is measured as soon as it is folded: 124 of 75,000 take two threads 2.7 ms so, and 4.3 where a whole piece is
-# folded before it is measured, because they meet at the GIL in its many small products.
-
-
-def _add_piece(
-    first: Sequence[npt.NDArray[np.float32]] | None,
-    others: Sequence[Sequence[npt.NDArray[np.float32]]],
-    piece: Iterable[_Part],
-) -> None:
-    """Add to a piece's targets, or overwrite them by the first term, and add all other terms in order."""
-    add, vecdot, copies = np.add, np.vecdot, first is not None and not others
-    for column, target, cut, products in piece:
-        total = target if first is None else first[column] if cut is None else first[column][cut]
-        if copies:
+def _add_piece(contributions: Sequence[Sequence[Values]], first: int, piece: _Piece) -> None:
+    """Add the contributions to a piece's targets in order; the window's first overwrites them."""
+    columns, targets, cuts, _ = piece
+    given = [[arrays[column] for column in columns] for arrays in contributions]
+    if cuts is not None:
+        given = [[array[cut] for array, cut in zip(arrays, cuts, strict=True)] for arrays in given]
+    add = np.add
+    totals = given.pop(0) if first else targets
+    for sources in given:
+        for total, source, target in zip(totals, sources, targets, strict=True):
+            add(total, source, target)
+        totals = targets
+    if totals is not targets:
+        for total, target in zip(totals, targets, strict=True):
             target[...] = total
-        for sources in others:
-            add(total, sources[column] if cut is None else sources[column][cut], target)
-            total = target
-        for values, place in products:
-            vecdot(values, values, place)
 
 
-_measure_piece = partial(_add_piece, None, ())
+def _measure_piece(piece: _Piece) -> None:
+    for values, place in piece[-1]:
+        np.vecdot(values, values, place)
 
 
 def _terms_of(fold: FoldPass) -> list[list[Term]]:
@@ -335,8 +327,8 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
     terms: list[list[Term]] = [[] for _ in fold.slots.positions]
     for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
         if contribution.fp32 is not None:
-            for given, source in zip(terms, contribution.fp32, strict=True):
-                given.append((source, "float32", weight))
+            for given, array in zip(terms, contribution.fp32, strict=True):
+                given.append((array, "float32", weight))
             continue
         for given, view in zip(terms, contribution.views, strict=True):
             if view is not None:
@@ -344,27 +336,17 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
     return terms
 
 
-def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], piece: Iterable[_Part]) -> None:
-    vecdot = np.vecdot
-    for column, target, cut, products in piece:
-        given = [(data if cut is None else data[cut], dtype, weight) for data, dtype, weight in terms[column]]
-        if given:
-            _fold(target, given, is_first=bool(overwrite[column]))
-        for values, place in products:
-            vecdot(values, values, place)
-
-
-def _fold(target: npt.NDArray[np.float32], terms: list[Term], *, is_first: bool) -> None:
-    total = target
-    if is_first:
-        source, dtype, weight = terms.pop(0)
-        if terms and dtype == "float32" and weight == 1:
-            total = source  # the first addition reads it where it lies: one pass less through the cache
-        else:
-            _assign(target, source, dtype, weight)
-    for source, dtype, weight in terms:
-        np.add(total, _weighted(source, dtype, weight), out=target)
-        total = target
+def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], piece: _Piece) -> None:
+    columns, targets, cuts, _ = piece
+    for column, target, cut in zip(columns, targets, cuts or [slice(None)] * len(columns), strict=True):
+        total = None if overwrite[column] else target
+        for data, dtype, weight in terms[column]:
+            if total is None:
+                total = _widened(data[cut], dtype, weight, target)
+            else:
+                total = np.add(total, _widened(data[cut], dtype, weight), out=target)
+        if total is not None and total is not target:
+            target[...] = total  # one term alone, in fp32 and of weight 1
 
 
 def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | None:
@@ -376,26 +358,21 @@ def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | Non
     return index, float(values[index])
 
 
-def _assign(target: npt.NDArray[np.float32], source: Array, dtype: str, weight: np.float32) -> None:
-    WIDEN[dtype](target, source)
-    if weight != 1:
-        np.multiply(target, weight, out=target)
+def _widened(
+    source: Array, dtype: str, weight: np.float32 = _ONE, wide: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.float32]:
+    """The values in fp32, exactly, times the weight: the source itself if that changes nothing, or written to `wide`.
 
-
-def _weighted(source: Array, dtype: str, weight: np.float32) -> npt.NDArray[np.float32]:
-    values = _widened(source, dtype)
-    if weight == 1:
-        return values
-    return np.multiply(values, weight, out=_scratch.floats[: values.size])
-
-
-def _widened(source: Array, dtype: str) -> npt.NDArray[np.float32]:
-    """The values in fp32, exactly: the source itself, or this thread's scratch (good until its next use)."""
-    if dtype == "float32":
+    `wide` is this thread's scratch by default, good until its next use.
+    """
+    if dtype == "float32" and weight == 1:
         return source
-    wide = _scratch.floats[: source.size]
-    _assign(wide, source, dtype, np.float32(1))
-    return wide
+    if wide is None:
+        wide = _scratch.floats[: source.size]
+    if dtype != "float32":
+        WIDEN[dtype](wide, source)
+        source = wide
+    return source if weight == 1 else np.multiply(source, weight, out=wide)
 
 
 def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -420,36 +397,54 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
         ROUND[dtype](destination, np.multiply(values, factor, out=_scratch.floats[: values.size]))
 
 
-@final
-class _Products:
-    """Values of any dtype times a factor, in any dtype; between 16-bit dtypes by a table, if there are many."""
-
-    def __init__(self, elements: int, chunks: int) -> None:
-        self._is_worth_tables = elements >= _ELEMENTS_A_TABLE or chunks >= _CHUNKS_A_TABLE
-        self._tables: dict[tuple[str, str, np.float32], Array] = {}
-
-    def to(self, destination: Array, dtype: str, source: Array, of_dtype: str, factor: np.float32) -> None:
-        """Write the products of one chunk."""
-        if not self._is_worth_tables or destination.itemsize != 2 or source.itemsize != 2:
-            _scale(_widened(source, of_dtype), factor, destination, dtype)
-            return
-        key = of_dtype, dtype, factor
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = _products_of_all(*key)
-        # 0.6 ns an element, in one call; by hand bf16 takes 0.95 in 13, in each of which threads can meet at the GIL.
-        indices = source.view(np.uint16)
-        for start in range(0, indices.size, _LOOKED_UP):
-            stop = start + _LOOKED_UP
-            table.take(indices[start:stop], None, destination[start:stop], "wrap")  # no index is out of bounds
+def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, *, has_ties: bool) -> None:
+    """Scale bf16 sources to bf16 destinations of one factor; several small ones are joined, and take no more calls."""
+    sources, destinations = zip(*pairs, strict=True)
+    if len(pairs) == 1:
+        _scale_words(sources[0], factor, destinations[0], has_ties=has_ties)
+        return
+    ends = list(itertools.accumulate([source.size for source in sources], initial=0))
+    joined = np.concatenate(sources, out=_scratch.words.view(np.uint16)[: ends[-1]])
+    _scale_words(joined, factor, joined, has_ties=has_ties)
+    for destination, start, stop in zip(destinations, ends, ends[1:], strict=False):
+        destination[...] = joined[start:stop]
 
 
-def _products_of_all(of_dtype: str, dtype: str, factor: np.float32) -> Array:
-    """The product of each of the 65,536 values of a 16-bit dtype, at the index of its bits."""
-    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[of_dtype].storage)
-    products = np.empty(every.size, DTYPES[dtype].storage)
-    _scale(_widened(every, of_dtype), factor, products, dtype)
-    return products
+def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_ties: bool) -> None:
+    """Scale bf16 in words of two values, which is half the work of widening and rounding each."""
+    wide = _widened_in_any_order(source)
+    np.multiply(wide, factor, out=wide)
+    if np.isnan(wide.max()):
+        _scale(_widened(source, "bfloat16"), factor, destination, "bfloat16")
+        return
+    bits, count = wide.view(np.uint32), source.size // 2
+    if has_ties:
+        _add_half_an_ulp(bits)
+    else:
+        np.add(bits, 0x8000, out=bits)
+    upper, lower = bits[:count], bits[count:]
+    np.bitwise_and(upper, _UPPER_HALF, out=upper)
+    np.right_shift(lower, 16, out=lower)
+    np.bitwise_or(upper, lower[:count], out=destination[: 2 * count].view(np.uint32))
+    destination[2 * count :] = lower[count:]  # the last of an odd number
+
+
+def _factors_without_ties(given: Sequence[tuple[Buffer, np.float32, Buffer]]) -> set[np.float32]:
+    """The factors that take no bf16 value halfway between two, so that adding half an ulp rounds to nearest even.
+
+    None where there are fewer elements than make up for the search.
+    """
+    factors = {factor for _, factor, _ in given}
+    elements = sum(source.size for source, _, _ in given if source.dtype == "bfloat16")
+    return {f for f in factors if elements >= _ELEMENTS_A_FACTOR * len(factors) and not _has_ties(f)}
+
+
+def _has_ties(factor: np.float32) -> bool:
+    """Whether any bf16 value times the factor lies halfway between an even value and a larger one."""
+    every = np.arange(1 << 16, dtype=np.uint32) << 16
+    with np.errstate(all="ignore"):
+        products = np.multiply(every.view(np.float32), factor).view(np.uint32)
+    return bool(((products & 0x1FFFF) == 0x8000).any())
 
 
 def _widen_bfloat16(target: npt.NDArray[np.float32], source: npt.NDArray[np.uint16]) -> None:
@@ -459,15 +454,20 @@ def _widen_bfloat16(target: npt.NDArray[np.float32], source: npt.NDArray[np.uint
 
 
 def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> None:
-    """Round to nearest, ties to even, on the bits: add half an ulp less one, plus the bit that decides a tie."""
     nan = np.isnan(values) if np.isnan(values.max()) else None
-    bits, half_ulp = values.view(np.uint32), _scratch.words[: values.size]
-    np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
-    np.add(half_ulp, 0x7FFF, out=half_ulp)
-    np.add(bits, half_ulp, out=bits)
+    bits = values.view(np.uint32)
+    _add_half_an_ulp(bits)
     np.copyto(destination, np.right_shift(bits, 16, out=bits), casting="unsafe")
     if nan is not None:
         destination[nan] = _BF16_NAN
+
+
+def _add_half_an_ulp(bits: npt.NDArray[np.uint32]) -> None:
+    """Add half an ulp of bf16 less one, plus the bit that decides a tie: cut to bf16, the result is rounded to even."""
+    half_ulp = _scratch.words[: bits.size]
+    np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
+    np.add(half_ulp, 0x7FFF, out=half_ulp)
+    np.add(bits, half_ulp, out=bits)
 
 
 #: How each dtype of the table becomes fp32, exactly, and what fp32 becomes, whose own values may be overwritten.

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[np.float32]
+Float64: TypeAlias = npt.NDArray[np.float64]
 Product: TypeAlias = tuple[Values, Values]  # of values, or rows of them, with themselves; and where that goes
 
 #: Elements whose squares are summed in fp32: 7e-7 of the norm at most, with SSE2's lanes too. NumPy's vecdot lets other
 #: threads have the GIL from 500 rows on: of 131,072 elements.
 _ROW = 256
-_FEW = 8  # chunks, that are added one by one in less time than together
 _SAFE_MEAN_SQUARE = 2.0**-100  # below this mean square, fp32 squares (>= 2**-126) may have lost what fp64 keeps
 
 
@@ -33,7 +33,7 @@ class ChunkSums:
         counts = [-(-size // _ROW) for size in sizes]  # of products: one for each row, and for what is left over
         self._starts = np.array([0, *itertools.accumulate(counts)], np.intp)
         self._first: list[int] = self._starts.tolist()
-        self._products = np.zeros(self._first[-1], np.float32)
+        self._products = np.zeros(self._first[-1] + 1, np.float32)  # one more, so that each stop is an index, too
         self._least = _SAFE_MEAN_SQUARE * np.array(sizes, np.float64)
 
     def products(self, number: int, values: Values) -> list[Product]:
@@ -51,7 +51,7 @@ class ChunkSums:
             found.append((values[whole:], self._products[stop, ...]))
         return found
 
-    def totals(self, numbers: npt.NDArray[np.intp] | None = None) -> tuple[npt.NDArray[np.float64], list[int]]:
+    def totals(self, numbers: npt.NDArray[np.intp] | None = None) -> tuple[Float64, list[int]]:
         """The squared sum of each of these chunks, by default all, and the positions of those that are in doubt.
 
         These overflowed, are not finite, or are so small that squares may have been lost: they must be summed in fp64,
@@ -62,32 +62,17 @@ class ChunkSums:
         is_safe = (least <= totals) & (totals < math.inf)  # written so that NaN is in doubt
         return totals, [] if is_safe.all() else np.flatnonzero(~is_safe).tolist()
 
-    def _of_all(self) -> npt.NDArray[np.float64]:
-        products = self._products.astype(np.float64)
-        if len(products) == len(self._least):
-            return products  # one of each
-        totals: npt.NDArray[np.float64] = np.add.reduceat(products, self._starts[:-1])
-        return totals
+    def _of_all(self) -> Float64:
+        products = self._products[:-1].astype(np.float64)
+        is_one_of_each = len(products) == len(self._least)
+        return products if is_one_of_each else np.add.reduceat(products, self._starts[:-1])
 
-    def _of_some(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        starts = self._starts[numbers]
-        totals = self._products[starts].astype(np.float64)  # of most small tensors it is one
-        several = np.flatnonzero(self._starts[numbers + 1] - starts > 1)
-        if len(several) > _FEW:
-            totals[several] = self._together(numbers[several])
-        else:
-            for position in several.tolist():
-                start, stop = self._starts[numbers[position]], self._starts[numbers[position] + 1]
-                totals[position] = np.add.reduce(self._products[start:stop].astype(np.float64))
-        return totals
-
-    def _together(self, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    def _of_some(self, numbers: npt.NDArray[np.intp]) -> Float64:
         """The sums from each chunk's start to its stop: every second result of reduceat over all starts and stops."""
-        bounds = np.stack((self._starts[numbers], self._starts[numbers + 1]), axis=1).ravel()
-        first = bounds.min()
-        products = np.append(self._products[first : bounds.max()], np.float32(0)).astype(np.float64)
-        wanted: npt.NDArray[np.float64] = np.add.reduceat(products, bounds - first)[::2]
-        return wanted
+        starts, stops = self._starts[numbers], self._starts[numbers + 1]
+        first, last = starts.min(initial=len(self._products)), stops.max(initial=0)
+        products = self._products[first : last + 1].astype(np.float64)
+        return np.add.reduceat(products, np.array((starts - first, stops - first)).T.ravel())[::2]
 
 
 def sum_in_fp64(values: Values) -> float:

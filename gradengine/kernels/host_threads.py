@@ -8,9 +8,9 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -53,132 +53,77 @@ def _quota_of(group: Path) -> float:
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
     """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
 
-    When this returns or raises, no thread works on these tasks any more. Where the process can have no more threads,
-    the caller does all of it.
+    When this returns or raises, no thread works on these tasks any more; after a second Ctrl-C each may end the one
+    that it works on. A helper that never began is not waited for. Where the process can have no more threads, the
+    caller does all of it.
     """
-    shared = _SharedWork(work, tasks)
-    try:
-        try:
-            pool = _pool(threads)
-            if pool is not None:
-                for _ in range(helpers):
-                    pool.put(shared.help)
-            shared.drain()
-        finally:
-            shared.end()
-    finally:
-        shared.end()  # the first one may be what Ctrl-C interrupted
-    if shared.faults:
-        raise shared.faults[0]  # what a helper ended with
+    waiting = deque(tasks)  # a deque's operations are atomic
+    begun: list[object] = []
+    faults: list[BaseException] = []
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-
-class _SharedWork(Generic[Task]):
-    """Tasks that a caller and helper threads take one by one; an interrupt of the caller leaves no lock held.
-
-    No lock but a helper's own: an interrupt between acquiring one and the `with` that releases it would stop the
-    others for ever. A deque's operations are atomic.
-    """
-
-    def __init__(self, work: Callable[[Task], None], tasks: Iterable[Task]) -> None:
-        self._work, self._tasks = work, deque(tasks)
-        self._helpers: list[_Helper] = []
-        self.faults: list[BaseException] = []
-
-    def drain(self) -> None:
-        """Take tasks until there are none."""
+    def drain() -> None:
         # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
         with np.errstate(all="ignore"):
             while True:
                 try:
-                    task = self._tasks.popleft()
+                    task = waiting.popleft()
                 except IndexError:
                     return
-                self._work(task)
+                work(task)
 
-    def help(self) -> None:
-        """Drain, in a helper thread."""
-        helper = _Helper()
-        # Before the first task is taken: who empties the list and then waits for all helpers misses none.
-        self._helpers.append(helper)
+    def drain_beside() -> None:
+        me = object()
+        begun.append(me)  # before the first task is taken: the caller empties `waiting`, then waits for all that began
         try:
-            self.drain()
+            drain()
         except BaseException as fault:  # noqa: BLE001  (the caller raises it)
-            self.faults.append(fault)
-            self._tasks.clear()
+            faults.append(fault)
+            waiting.clear()
         finally:
-            helper.finish()
+            ended.put(me)
 
-    def end(self) -> None:
-        """Return when no thread works any more, even if interrupted; helpers that never began are not waited for."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                self._tasks.clear()
-                for helper in tuple(self._helpers):
-                    helper.wait()
-                break
-            except BaseException as fault:  # noqa: BLE001  (raised when the chunk under way, 0.1 ms of work, is done)
-                interrupt = fault
-        if interrupt is not None:
-            raise interrupt
-
-
-class _Helper:
-    """One helper thread's part in the shared work."""
-
-    def __init__(self) -> None:
-        self._is_done = False
-        self._done = threading.Lock()
-        self._done.acquire()
-
-    def finish(self) -> None:
-        """Note that this helper is done."""
-        self._is_done = True
-        self._done.release()
-
-    def wait(self) -> None:
-        """Return when this helper is done; call it again if it was interrupted."""
-        while not self._is_done:
-            self._done.acquire()
+    try:
+        with contextlib.suppress(RuntimeError):  # no new thread
+            calls = _calls_of_pool(threads)
+            for _ in range(helpers):
+                calls.put(drain_beside)
+        drain()
+    finally:
+        waiting.clear()
+        working = set(begun)
+        while working:
+            working.discard(ended.get())
+    if faults:
+        raise faults[0]
 
 
-_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
-_pools: dict[int, _Calls] = {}
+_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None]]"
+_pools: dict[tuple[int, int], _Calls] = {}  # by process, since a forked child has no threads, and by `threads`
 
 
-def _pool(threads: int) -> _Calls | None:
-    """The queue of calls for a pool of `threads` - 1 threads of this process at most, since the caller works too.
+def _calls_of_pool(threads: int) -> _Calls:
+    """The queue that `threads` - 1 threads of this process serve, since the caller works too.
 
-    None where not one can be started; the next call tries again.
-
-    Not an executor: an interrupt of the caller can leave the locks of its futures held.
+    Not an executor: it takes 5 to 20 us longer, and an interrupt of the caller can leave its futures' locks held.
     """
-    if threads not in _pools:
-        calls: _Calls = queue.SimpleQueue()
-        started = _start(calls, threads)
-        if started and _pools.setdefault(threads, calls) is not calls:  # another thread was quicker
-            for _ in range(started):
-                calls.put(None)
-    return _pools.get(threads)
-
-
-def _start(calls: _Calls, threads: int) -> int:
-    """Start the threads of a pool; returns how many there are."""
-    for number in range(threads - 1):
-        name = f"gradengine-host-{threads}-{number}"
+    key = os.getpid(), threads
+    new: _Calls = queue.SimpleQueue()
+    calls = _pools.setdefault(key, new)
+    if calls is new:
+        started = 0
         try:
-            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
-        except RuntimeError:  # a limit of the container, or of the user
-            return number
-    return threads - 1
+            while started < threads - 1:
+                threading.Thread(target=_serve, args=(calls,), name=f"gradengine-host-{threads}", daemon=True).start()
+                started += 1
+        finally:
+            if not started:
+                del _pools[key]  # a queue that no thread serves would keep the callers' arrays
+    return calls
 
 
 def _serve(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
+    while True:
+        call = calls.get()
         call()
         del call  # it holds the caller's arrays
-
-
-if hasattr(os, "register_at_fork"):
-    # A forked child has the queues but not their threads; it starts with none, or would work alone.
-    os.register_at_fork(after_in_child=_pools.clear)
