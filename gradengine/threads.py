@@ -1,33 +1,10 @@
-"""A bell to wake a thread, and cached properties without a lock."""
+"""A bell to wake a thread."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from functools import cached_property as cached_property  # noqa: PLC0414  (so that it is exported)
-else:
-
-    class cached_property:  # noqa: N801  (functools' own name)
-        """`functools.cached_property` without the lock that all objects share before Python 3.12.
-
-        A child forked while another thread computes such a property inherits a lock that is never released. Here two
-        threads may both compute the property.
-        """
-
-        def __init__(self, compute):
-            self._compute, self.__doc__ = compute, compute.__doc__
-
-        def __set_name__(self, owner, name):
-            self._name = name
-
-        def __get__(self, instance, owner=None):
-            if instance is None:
-                return self
-            value = instance.__dict__[self._name] = self._compute(instance)
-            return value
+from functools import cached_property as cached_property  # noqa: PLC0414  (imported from here)
 
 
 class Bell:

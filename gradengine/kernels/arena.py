@@ -12,9 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from gradengine.arguments import said
 from gradengine.arrays.buffer import Buffer
-from gradengine.errors import LayoutMismatch
 from gradengine.kernels.decision import Float64, sum_in_order
 from gradengine.kernels.device import Order
 from gradengine.kernels.host_sums import ChunkSums
@@ -108,16 +106,6 @@ class Arena:
     partials: PartialSums
     memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
     prepared: WeakKeyDictionary[Span, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
-
-    def __post_init__(self) -> None:
-        # A target is cut into chunks by the sizes of its partial sums: with other sizes part of it would be left out.
-        sizes = tuple([target.size for target in self.targets])
-        if sizes != self.partials.sizes:
-            raise LayoutMismatch(
-                "an arena has the partial sums of other targets",
-                got=said(self.partials.sizes),
-                expected=f"{said(sizes)}, its targets' elements",
-            )
 
     @cached_property
     def whole(self) -> Span:

@@ -368,7 +368,7 @@ def _widened(
     if dtype == "float32" and weight == 1:
         return source
     if wide is None:
-        wide = _scratch.floats[: source.size]
+        wide = _scratch()[0][: source.size]
     if dtype != "float32":
         WIDEN[dtype](wide, source)
         source = wide
@@ -381,7 +381,7 @@ def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.floa
     It is half the work of `_widened`.
     """
     words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned ones by way of a buffer
-    wide, count = _scratch.floats[: source.size], words.size
+    wide, count = _scratch()[0][: source.size], words.size
     bits = wide.view(np.uint32)
     np.bitwise_and(words, _UPPER_HALF, out=bits[:count])
     np.left_shift(words, 16, out=bits[count : 2 * count])
@@ -394,7 +394,7 @@ def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Arr
     if dtype == "float32":
         np.multiply(values, factor, out=destination)
     else:
-        ROUND[dtype](destination, np.multiply(values, factor, out=_scratch.floats[: values.size]))
+        ROUND[dtype](destination, np.multiply(values, factor, out=_scratch()[0][: values.size]))
 
 
 def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, *, has_ties: bool) -> None:
@@ -404,7 +404,7 @@ def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, *,
         _scale_words(sources[0], factor, destinations[0], has_ties=has_ties)
         return
     ends = list(itertools.accumulate([source.size for source in sources], initial=0))
-    joined = np.concatenate(sources, out=_scratch.words.view(np.uint16)[: ends[-1]])
+    joined = np.concatenate(sources, out=_scratch()[1].view(np.uint16)[: ends[-1]])
     _scale_words(joined, factor, joined, has_ties=has_ties)
     for destination, start, stop in zip(destinations, ends, ends[1:], strict=False):
         destination[...] = joined[start:stop]
@@ -464,7 +464,7 @@ def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: npt.NDArray[
 
 def _add_half_an_ulp(bits: npt.NDArray[np.uint32]) -> None:
     """Add half an ulp of bf16 less one, plus the bit that decides a tie: cut to bf16, the result is rounded to even."""
-    half_ulp = _scratch.words[: bits.size]
+    half_ulp = _scratch()[1][: bits.size]
     np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
     np.add(half_ulp, 0x7FFF, out=half_ulp)
     np.add(bits, half_ulp, out=bits)
@@ -475,11 +475,12 @@ WIDEN: Mapping[str, _Conversion] = {"float32": np.copyto, "float16": np.copyto, 
 ROUND: Mapping[str, _Conversion] = {"float16": np.copyto, "bfloat16": _round_to_bfloat16}
 
 
-class _Scratch(threading.local):
-    """Two chunks for each thread, so that no pass allocates: a fresh megabyte costs 350 us of page faults."""
-
-    def __init__(self) -> None:
-        self.floats, self.words = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint32)
+_local = threading.local()
 
 
-_scratch = _Scratch()
+def _scratch() -> tuple[Values, npt.NDArray[np.uint32]]:
+    """Two chunks of this thread, so that no pass allocates: a fresh megabyte costs 350 us of page faults."""
+    if not hasattr(_local, "chunks"):
+        _local.chunks = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint32)
+    chunks: tuple[Values, npt.NDArray[np.uint32]] = _local.chunks
+    return chunks
