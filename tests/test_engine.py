@@ -15,7 +15,7 @@ from devices import all_on_host, assign, bits_of, nothing_is_launched, number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import PACKAGE
-from operations import Name, growth
+from operations import Name, growth, operations
 
 from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
@@ -455,6 +455,19 @@ class TestCost:
             return window
 
         assert growth(work_of, 60) < 2.2
+
+    @pytest.mark.parametrize("groups", [None, "block", "component"])
+    def test_a_first_step_costs_what_its_blocks_and_groups_are_and_not_their_square(self, groups):
+        def first_step(size):
+            layout = GradientLayout.of({Name(f"layers.{i}.{n}"): (1,) for i in range(size) for n in "ab"})
+            engine, gradients = GradientEngine(layout, max_norm=1.0, groups=groups), [np.ones(1, np.float32)] * 2
+            engine.add(gradients * size)
+            for block in layout.blocks:
+                engine.add_block(block.index, gradients)
+            engine.step()
+
+        first_step(3)  # what is made once is made
+        assert operations(lambda: first_step(80)) / operations(lambda: first_step(40)) < 2.2
 
     @pytest.mark.parametrize("names", ["abc", [f"layers.{i}.{n}" for i in range(4) for n in "qkv"]])
     def test_the_last_add_of_a_window_is_43_calls_and_a_step_50(self, names):
