@@ -81,6 +81,11 @@ class PartialSums:
         return self.chunks(range(len(self.sizes)))
 
     @cached_property
+    def pieces(self) -> list[list[Chunk]]:
+        """Every chunk, in pieces as by `pieces_of`."""
+        return pieces_of(self.all_chunks)
+
+    @cached_property
     def sums(self) -> ChunkSums:
         """The object that computes the chunks' squared sums on the host."""
         return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])

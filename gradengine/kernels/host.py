@@ -104,16 +104,19 @@ class HostKernels(Kernels):
             self._run(_measure_piece, prepared.pieces, prepared.shared_to_measure)
             self._add_up(arena, prepared.chunks, prepared.indices)
             return
-        chunks = arena.partials.all_chunks if positions is None else arena.partials.chunks(positions)
+        partials = arena.partials
+        chunks = partials.all_chunks if positions is None else partials.chunks(positions)
+        pieces = partials.pieces if positions is None else pieces_of(chunks)
+        targets, products, vecdot = arena.targets, partials.sums.products, np.vecdot
 
         def measure_piece(piece: Sequence[Chunk]) -> None:
             for position, index, start, stop in piece:
-                for values, place in arena.partials.sums.products(index, _to_be_summed(arena, position, start, stop)):
-                    np.vecdot(values, values, place)
+                for values, place in products(index, _to_be_summed(targets[position], start, stop)):
+                    vecdot(values, values, place)
 
         if chunks:
-            self._run(measure_piece, pieces_of(chunks), _to_share(chunks, _LEAST_MEASURED))
-            self._add_up(arena, chunks, _indices_of(chunks, arena.partials))
+            self._run(measure_piece, pieces, _to_share(chunks, _LEAST_MEASURED))
+            self._add_up(arena, chunks, _indices_of(chunks, partials))
 
     def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp] | None) -> None:
         """Make the partial sums of these chunks from their products."""
@@ -121,7 +124,7 @@ class HostKernels(Kernels):
 
         def take_anew(number: int) -> None:
             position, _, start, stop = chunks[number]
-            totals[number] = sum_in_fp64(_to_be_summed(arena, position, start, stop))
+            totals[number] = sum_in_fp64(_to_be_summed(arena.targets[position], start, stop))
 
         if doubtful:
             self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
@@ -155,13 +158,15 @@ class HostKernels(Kernels):
     ) -> None:
         if decision.skipped:
             self.fill_zero(arena.targets if destinations is None else list(destinations.values()))
-        elif destinations is None and arena.memory is not None and len(decision.factors) == 1:
+        elif destinations is not None:
+            sources = [arena.targets[position] for position in destinations]
+            factors = [decision.factors[plan.groups[position]] for position in destinations]
+            self._scale(sources, factors, list(destinations.values()))
+        elif arena.memory is not None and len(decision.factors) == 1:
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
-            places = arena.in_place if destinations is None else destinations
-            sources = [arena.targets[position] for position in places]
-            factors = [decision.factors[plan.groups[position]] for position in places]
-            self._scale(sources, factors, list(places.values()))
+            factors = [decision.factors[group] for group in plan.groups]
+            self._scale(arena.targets, factors, arena.targets, arena.partials.pieces)
 
     def _scale_in_place(self, memory: Values, factor: np.float32) -> None:
         """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
@@ -176,18 +181,26 @@ class HostKernels(Kernels):
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
         self._scale(sources, [factor] * len(sources), destinations)
 
-    def _scale(self, sources: Sequence[Buffer], factors: Sequence[np.float32], destinations: Sequence[Buffer]) -> None:
-        """Scale each source by its factor, but none that would be written to itself unchanged."""
-        given = zip(sources, factors, destinations, strict=True)
-        changed = [(s, factor, d) for s, factor, d in given if factor != 1 or s.pointer != d.pointer]
-        chunks = [(n, *chunk) for n, (source, _, _) in enumerate(changed) for chunk in chunks_of(source.size)]
-        tieless = _factors_without_ties(changed)
+    def _scale(
+        self,
+        sources: Sequence[Buffer],
+        factors: Sequence[np.float32],
+        destinations: Sequence[Buffer],
+        pieces: Sequence[Sequence[Chunk]] | None = None,
+    ) -> None:
+        if pieces is None:
+            pieces = pieces_of([(n, *chunk) for n, source in enumerate(sources) for chunk in chunks_of(source.size)])
+        tieless = _factors_without_ties(sources, factors)
 
         def scale_piece(piece: Sequence[Chunk]) -> None:
             narrow: dict[np.float32, list[tuple[Array, Array]]] = {}  # bf16 to bf16
-            for n, _, start, stop in piece:
-                source, factor, destination = changed[n]
-                here, there = source.data[start:stop], destination.data[start:stop]
+            for position, _, start, stop in piece:
+                source, factor, destination = sources[position], factors[position], destinations[position]
+                if factor == 1 and source.pointer == destination.pointer:
+                    continue
+                here, there = source.data, destination.data
+                if stop - start != source.size:
+                    here, there = here[start:stop], there[start:stop]
                 if source.dtype == "float32" == destination.dtype:
                     np.multiply(here, factor, there)
                 elif source.dtype == "bfloat16" == destination.dtype:
@@ -197,7 +210,8 @@ class HostKernels(Kernels):
             for factor, pairs in narrow.items():
                 _scale_bfloat16(pairs, factor, has_ties=factor not in tieless)
 
-        self._run(scale_piece, pieces_of(chunks), _to_share(chunks, _LEAST_FOLDED))
+        if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
+            self._run(scale_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_FOLDED))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
         shared = sum(buffer.size for buffer in buffers if buffer.size >= _LEAST_FOLDED)
@@ -229,10 +243,10 @@ def _indices_of(chunks: Sequence[Chunk], partials: PartialSums) -> npt.NDArray[n
     return np.array([index for _, index, _, _ in chunks], np.intp)
 
 
-def _to_be_summed(arena: Arena, position: int, start: int, stop: int) -> Values:
+def _to_be_summed(target: Buffer, start: int, stop: int) -> Values:
     """The elements of a chunk in fp32, in any order."""
-    data, dtype = arena.targets[position].data[start:stop], arena.targets[position].dtype
-    return _widened_in_any_order(data) if dtype == "bfloat16" else _widened(data, dtype)
+    data = target.data if stop - start == target.size else target.data[start:stop]
+    return _widened_in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
@@ -429,14 +443,13 @@ def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_t
     destination[2 * count :] = lower[count:]  # the last of an odd number
 
 
-def _factors_without_ties(given: Sequence[tuple[Buffer, np.float32, Buffer]]) -> set[np.float32]:
+def _factors_without_ties(sources: Sequence[Buffer], factors: Sequence[np.float32]) -> set[np.float32]:
     """The factors that take no bf16 value halfway between two, so that adding half an ulp rounds to nearest even.
 
     None where there are fewer elements than make up for the search.
     """
-    factors = {factor for _, factor, _ in given}
-    elements = sum(source.size for source, _, _ in given if source.dtype == "bfloat16")
-    return {f for f in factors if elements >= _ELEMENTS_A_FACTOR * len(factors) and not _has_ties(f)}
+    elements, distinct = sum(source.size for source in sources if source.dtype == "bfloat16"), set(factors)
+    return {f for f in distinct if elements >= _ELEMENTS_A_FACTOR * len(distinct) and not _has_ties(f)}
 
 
 def _has_ties(factor: np.float32) -> bool:
