@@ -25,10 +25,9 @@ from kernel_calls import (
     sums_of,
 )
 
-from gradengine.arrays.dtypes import DTYPES
 from gradengine.kernels import CHUNK, Arena, Contribution, launch
 from gradengine.kernels.decision import sum_in_order
-from gradengine.kernels.host import ROUND, WIDEN, HostKernels
+from gradengine.kernels.host import HostKernels
 from gradengine.kernels.operands import ADDRESS
 from gradengine.layout.slots import Span
 
@@ -59,10 +58,6 @@ def micro_batches(choose):
 def test_what_follows_runs_on(name):
     """A backend that cannot be here is skipped once, by this name and reason."""
     assert available(name).get(available(name).kernels.device.allocate(3)).size == 3
-
-
-def test_the_host_converts_each_dtype_of_the_table():
-    assert {*WIDEN} == {*ROUND, "float32"} == {*DTYPES}
 
 
 def squared_sum(values):

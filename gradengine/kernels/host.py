@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar, final
 
@@ -30,7 +30,6 @@ from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.layout.slots import Span
 
 Task = TypeVar("Task")
-_Conversion: TypeAlias = Callable[[Array, Array], None]
 # Chunks of some targets that a thread takes at a time: the columns of their sources in a fold, the chunks themselves,
 # where they are cut out of the sources (None where all are whole), and the products that measure them.
 _Piece: TypeAlias = tuple[list[int], list[Values], list[slice] | None, list[Product]]
@@ -343,10 +342,10 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
         if contribution.fp32 is not None:
             for given, array in zip(terms, contribution.fp32, strict=True):
                 given.append((array, "float32", weight))
-            continue
-        for given, view in zip(terms, contribution.views, strict=True):
-            if view is not None:
-                given.append((view.data, view.dtype, weight))
+        else:
+            for given, view in zip(terms, contribution.views, strict=True):
+                if view is not None:
+                    given.append((view.data, view.dtype, weight))
     return terms
 
 
@@ -363,7 +362,7 @@ def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], p
             target[...] = total  # one term alone, in fp32 and of weight 1
 
 
-def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | None:
+def first_non_finite(values: Values) -> tuple[int, float] | None:
     """Index and value of the first NaN or Inf, or None."""
     finite = np.isfinite(values)
     if finite.all():
@@ -372,9 +371,7 @@ def first_non_finite(values: npt.NDArray[np.float32]) -> tuple[int, float] | Non
     return index, float(values[index])
 
 
-def _widened(
-    source: Array, dtype: str, weight: np.float32 = _ONE, wide: npt.NDArray[np.float32] | None = None
-) -> npt.NDArray[np.float32]:
+def _widened(source: Array, dtype: str, weight: np.float32 = _ONE, wide: Values | None = None) -> Values:
     """The values in fp32, exactly, times the weight: the source itself if that changes nothing, or written to `wide`.
 
     `wide` is this thread's scratch by default, good until its next use.
@@ -383,13 +380,16 @@ def _widened(
         return source
     if wide is None:
         wide = _scratch()[0][: source.size]
-    if dtype != "float32":
-        WIDEN[dtype](wide, source)
-        source = wide
-    return source if weight == 1 else np.multiply(source, weight, out=wide)
+    if dtype == "bfloat16":
+        bits = wide.view(np.uint32)
+        np.copyto(bits, source)
+        np.left_shift(bits, 16, out=bits)
+    elif dtype == "float16":
+        np.copyto(wide, source)
+    return wide if weight == 1 else np.multiply(source if dtype == "float32" else wide, weight, out=wide)
 
 
-def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> Values:
     """The values of bf16 in fp32 in another order, for a sum: from words of two, all second values, then all first.
 
     It is half the work of `_widened`.
@@ -404,11 +404,13 @@ def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> npt.NDArray[np.floa
     return wide
 
 
-def _scale(values: npt.NDArray[np.float32], factor: np.float32, destination: Array, dtype: str) -> None:
-    if dtype == "float32":
-        np.multiply(values, factor, out=destination)
+def _scale(values: Values, factor: np.float32, destination: Array, dtype: str) -> None:
+    if dtype == "bfloat16":
+        _round_to_bfloat16(destination, np.multiply(values, factor, out=_scratch()[0][: values.size]))
+    elif dtype == "float16":
+        np.copyto(destination, np.multiply(values, factor, out=_scratch()[0][: values.size]))
     else:
-        ROUND[dtype](destination, np.multiply(values, factor, out=_scratch()[0][: values.size]))
+        np.multiply(values, factor, out=destination)
 
 
 def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, *, has_ties: bool) -> None:
@@ -460,13 +462,7 @@ def _has_ties(factor: np.float32) -> bool:
     return bool(((products & 0x1FFFF) == 0x8000).any())
 
 
-def _widen_bfloat16(target: npt.NDArray[np.float32], source: npt.NDArray[np.uint16]) -> None:
-    bits = target.view(np.uint32)
-    np.copyto(bits, source)
-    np.left_shift(bits, 16, out=bits)
-
-
-def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> None:
+def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: Values) -> None:
     nan = np.isnan(values) if np.isnan(values.max()) else None
     bits = values.view(np.uint32)
     _add_half_an_ulp(bits)
@@ -481,11 +477,6 @@ def _add_half_an_ulp(bits: npt.NDArray[np.uint32]) -> None:
     np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
     np.add(half_ulp, 0x7FFF, out=half_ulp)
     np.add(bits, half_ulp, out=bits)
-
-
-#: How each dtype of the table becomes fp32, exactly, and what fp32 becomes, whose own values may be overwritten.
-WIDEN: Mapping[str, _Conversion] = {"float32": np.copyto, "float16": np.copyto, "bfloat16": _widen_bfloat16}
-ROUND: Mapping[str, _Conversion] = {"float16": np.copyto, "bfloat16": _round_to_bfloat16}
 
 
 _local = threading.local()
