@@ -367,12 +367,15 @@ class PerBlockGradientAccumulator:
         self.arena.follow()
         return self.by_name
 
-    @cached_property
+    @property
     def by_name(self) -> Mapping[str, Any]:
         """As `arrays`, for who makes the current stream wait later."""
+        return NamedArrays(self._views, self.layout.orders)
+
+    @cached_property
+    def _views(self) -> Mapping[str, Any]:
         pairs = zip(self.layout.slots, self.arena.targets, strict=True)
-        arrays = {slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs}
-        return NamedArrays(arrays, self.layout.orders)
+        return {slot.name: self.kernels.device.array(target, slot.shape) for slot, target in pairs}
 
     @cached_property
     def alone(self) -> Mapping[str, Span]:

@@ -77,10 +77,12 @@ class BlockGradientSet:
         On a GPU the views, and that of `flatten`, may be read on the streams that are current at this call.
         """
         self._arena.follow()
-        pairs, prefix = zip(self._block.slots, self._targets, strict=True), f"{self._block.name}."
-        return NamedArrays(
-            {slot.name.removeprefix(prefix): self._kernels.device.array(target, slot.shape) for slot, target in pairs}
-        )
+        slots, prefix = self._block.slots, f"{self._block.name}."
+        names = [slot.name.removeprefix(prefix) for slot in slots]
+        pairs = zip(slots, self._targets, strict=True)
+        views = [self._kernels.device.array(target, slot.shape) for slot, target in pairs]
+        orders = {name: slot.order for name, slot in zip(names, slots, strict=True) if slot.order is not None}
+        return NamedArrays(dict(zip(names, views, strict=True)), orders)
 
     @property
     def component_sizes(self) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, final
 
 from gradengine.arguments import said
 from gradengine.arrays.buffer import Buffer, refuse_other_shape
@@ -18,51 +18,26 @@ _ORDER_OF = operator.attrgetter("order")
 
 
 @final
-class NamedArrays(Mapping[str, Any]):
-    """A read-only mapping of arrays by component name, which are views of one memory.
+class NamedArrays(dict[str, Any]):
+    """Arrays by component name, with the order in memory of those that are not contiguous: a layout's must be it.
 
-    A pickle or a deep copy is a plain dict, whose arrays are copies; `copy.copy` is a dict of the same views.
+    A pickle or a copy is a plain dict.
 
-    >>> arrays = NamedArrays({"w": np.zeros(2)})
     >>> import copy
-    >>> copy.deepcopy(arrays)
+    >>> copy.deepcopy(NamedArrays({"w": np.zeros(2)}))
     {'w': array([0., 0.])}
     """
 
     def __init__(self, arrays: Mapping[str, Any], orders: Mapping[str, Order] | None = None) -> None:
-        self._arrays = dict(arrays)
-        self.orders = orders or {}  #: of the layout
+        super().__init__(arrays)
+        self.orders = orders or {}
 
-    def __getitem__(self, name: str) -> Any:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __repr__(self) -> str:
-        return f"NamedArrays({self._arrays})"
+    def __setitem__(self, name: str, array: object) -> NoReturn:
+        """Refuse to replace an array, which would not reach the memory that it is a view of."""
+        raise TypeError(f"'{name}' cannot be replaced: write its values, as in arrays['{name}'][...] = values")
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (self._arrays,)
-
-    # Mapping's own would ask for each array by name, in Python.
-    def items(self) -> ItemsView[str, Any]:
-        """The names and their arrays."""
-        return self._arrays.items()
-
-    def values(self) -> ValuesView[Any]:
-        """The arrays."""
-        return self._arrays.values()
-
-
-@final
-class ModuleGradients(dict[str, Any]):
-    """A torch module's gradients, with the order in memory of those that are not contiguous: a layout's must be it."""
-
-    orders: Mapping[str, Order]
+        return dict, (dict(self),)
 
 
 def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefix: str = "") -> Sequence[object]:
@@ -71,7 +46,7 @@ def in_slot_order(slots: Sequence[Slot], gradients: Gradients, where: str, prefi
     `gradients` is a mapping by full name, or by name without `prefix` ("layers.0."), or a sequence in order; either may
     be nested, as in a layout. `where` names in errors what the gradients are for.
     """
-    if isinstance(gradients, ModuleGradients) and (gradients.orders or any(map(_ORDER_OF, slots))):
+    if isinstance(gradients, NamedArrays) and (gradients.orders or any(map(_ORDER_OF, slots))):
         for slot in slots:
             name = slot.name if slot.name in gradients else slot.name.removeprefix(prefix)
             refuse_other_order(slot.name, gradients.orders.get(name), slot.order)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gradengine.accumulate.gradients import ModuleGradients, NamedArrays, and_more
+from gradengine.accumulate.gradients import NamedArrays, and_more
 from gradengine.arguments import refuse_other_kind, truth_value
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import TAKEN
@@ -75,14 +75,14 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
     for parameter in parameters.values():
         if allocate and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype_of(parameter))
-    gradients = ModuleGradients({name: parameter.grad for name, parameter in parameters.items()})
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
     _refuse_uncleared(gradients)
-    orders = {name: memory_order(parameter) for name, parameter in parameters.items() if not parameter.is_contiguous()}
-    gradients.orders = {name: order for name, order in orders.items() if order is not None}
-    for name, order in gradients.orders.items():
-        if gradients[name] is not None:
-            gradients[name] = gradients[name].permute(order)
-    return gradients
+    found = {name: memory_order(parameter) for name, parameter in parameters.items() if not parameter.is_contiguous()}
+    orders = {name: order for name, order in found.items() if order is not None}
+    for name, order in orders.items():
+        gradient = gradients[name]
+        gradients[name] = None if gradient is None else gradient.permute(order)
+    return NamedArrays(gradients, orders)
 
 
 def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
