@@ -32,7 +32,7 @@ from gradengine.layout.slots import Span
 Task = TypeVar("Task")
 # Chunks of some targets that a thread takes at a time: the columns of their sources in a fold, the chunks themselves,
 # where they are cut out of the sources (None where all are whole), and the products that measure them.
-_Piece: TypeAlias = tuple[list[int], list[Values], list[slice] | None, list[Product]]
+_Piece: TypeAlias = tuple[slice, list[Values], list[slice] | None, list[Product]]
 Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
 
 _ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 270 us, two 330
@@ -271,17 +271,18 @@ def _prepared(arena: Arena, slots: Span) -> _Prepared:
 
 
 def _piece(arena: Arena, slots: Span, chunks: Sequence[Chunk]) -> _Piece:
-    columns = [slots.column[position] for position, _, _, _ in chunks]
-    whole = [arena.targets[position].data for position, _, _, _ in chunks]
-    targets = [target[start:stop] for target, (_, _, start, stop) in zip(whole, chunks, strict=True)]
+    columns = slice(slots.column[chunks[0][0]], slots.column[chunks[-1][0]] + 1)
+    parts = {position: slice(start, stop) for position, _, start, stop in chunks}
+    cuts = [parts.get(position, slice(0)) for position in slots.positions[columns]]  # an empty target has no chunk
+    whole = [arena.targets[position].data for position in slots.positions[columns]]
+    targets = [target[cut] for target, cut in zip(whole, cuts, strict=True)]
     is_cut = any(part.size < target.size for part, target in zip(targets, whole, strict=True))
-    cuts = [slice(start, stop) for _, _, start, stop in chunks] if is_cut else None
     products: list[Product] = []
-    for _, run in itertools.groupby(zip(chunks, targets, strict=True), key=lambda pair: pair[1].size):
-        each = [arena.partials.sums.products(index, target) for (_, index, _, _), target in run]
+    for _, run in itertools.groupby(chunks, key=lambda chunk: chunk[3] - chunk[2]):
+        each = [arena.partials.sums.products(index, arena.targets[p].data[start:stop]) for p, index, start, stop in run]
         for same in zip(*each, strict=True):
             products += _together(same)
-    return columns, targets, cuts, products
+    return columns, targets, cuts if is_cut else None, products
 
 
 def _together(products: Sequence[Product]) -> Sequence[Product]:
@@ -316,18 +317,21 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[_Piece], None]:
 def _add_piece(contributions: Sequence[Sequence[Values]], first: int, piece: _Piece) -> None:
     """Add the contributions to a piece's targets in order; the window's first overwrites them."""
     columns, targets, cuts, _ = piece
-    given = [[arrays[column] for column in columns] for arrays in contributions]
+    given = [arrays[columns] for arrays in contributions]
     if cuts is not None:
         given = [[array[cut] for array, cut in zip(arrays, cuts, strict=True)] for arrays in given]
-    add = np.add
-    totals = given.pop(0) if first else targets
-    for sources in given:
-        for total, source, target in zip(totals, sources, targets, strict=True):
-            add(total, source, target)
-        totals = targets
-    if totals is not targets:
+    totals, add = given.pop(0) if first else targets, np.add
+    if not given:
         for total, target in zip(totals, targets, strict=True):
             target[...] = total
+    elif len(given) == 1:
+        for total, source, target in zip(totals, given[0], targets, strict=True):
+            add(total, source, target)
+    else:  # one target after the other, while the cache has it
+        for target, total, *sources in zip(targets, totals, *given, strict=True):
+            add(total, sources[0], target)
+            for source in sources[1:]:
+                add(target, source, target)
 
 
 def _measure_piece(piece: _Piece) -> None:
@@ -351,9 +355,10 @@ def _terms_of(fold: FoldPass) -> list[list[Term]]:
 
 def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], piece: _Piece) -> None:
     columns, targets, cuts, _ = piece
-    for column, target, cut in zip(columns, targets, cuts or [slice(None)] * len(columns), strict=True):
-        total = None if overwrite[column] else target
-        for data, dtype, weight in terms[column]:
+    cuts = cuts or [slice(None)] * len(targets)
+    for target, cut, is_first, given in zip(targets, cuts, overwrite[columns], terms[columns], strict=True):
+        total = None if is_first else target
+        for data, dtype, weight in given:
             if total is None:
                 total = _widened(data[cut], dtype, weight, target)
             else:
