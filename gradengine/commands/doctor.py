@@ -122,14 +122,12 @@ def _mpi() -> tuple[str, str]:
     # In a process of its own: a library that does not fit may end it, and one that is loaded stays.
     asked = [sys.executable, "-c", f"{_ASK_MPI}; print(MPI.Get_library_version())"]
     try:
-        done = subprocess.run(asked, capture_output=True, check=False, timeout=_MPI_SECONDS)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return "not ready", f"mpi4py {version}: its library is not loaded after {_MPI_SECONDS:g} s"
-    lines = (done.stderr if done.returncode else done.stdout).decode(errors="replace").split("\n")
-    told = [" ".join(line.split()) for line in lines if line.strip()] or [f"exit code {done.returncode}"]
-    if done.returncode:
-        return "not ready", f"mpi4py {version}: {told[-1]}"
-    return "ready", f"mpi4py {version}, {told[0].partition(',')[0]}"
+        done = subprocess.run(asked, capture_output=True, check=True, timeout=_MPI_SECONDS)  # noqa: S603
+    except subprocess.SubprocessError as fault:
+        lines = (getattr(fault, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        return "not ready", f"mpi4py {version}: {lines[-1] if lines else fault}"
+    library = done.stdout.decode(errors="replace").partition("\n")[0].partition(",")[0]
+    return "ready", f"mpi4py {version}, {' '.join(library.split())}"
 
 
 def _gpu(ordinal: int) -> tuple[str, str]:
