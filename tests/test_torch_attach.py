@@ -766,13 +766,14 @@ class TestGradScaler:
         def plain_step():
             backward(plain := Net())
             scaler.step(torch.optim.SGD(plain.parameters(), lr=1.0))
+            scaler.update()
 
         scaler.scale(torch.ones(()))
         for which, module in ((attached, ours), (other, theirs), (attached, ours)):
             scaler.update(8.0)
             backward(module)
             assert which.step(scaler=scaler).micro_batches == 1
-        for between in (lambda: attached.step(scaler=scaler), plain_step, scaler.update):
+        for between in (lambda: attached.step(scaler=scaler), plain_step):
             backward(ours)
             backward(theirs)
             between()

@@ -377,11 +377,9 @@ class Attached(AbstractContextManager["Attached"]):
 
     def _refuse_updated(self, scaler: Any) -> None:
         """Raise `CallerError` if the window's losses may have a scale that the scaler had before an update."""
-        states = getattr(scaler, "_per_optimizer_states", {}).values()
-        is_stepped = any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)
-        if is_stepped or (scaler is self._scaler and scaler._scale._version != self._scale_version):
+        if scaler is self._scaler and scaler._scale._version != self._scale_version:
             raise CallerError(
-                "the scaler was updated, or stepped an optimizer, since this window began",
+                "the scaler was updated since this window began",
                 do='use on_non_finite="propagate", step(scaler=scaler, unscale=False), scaler.step(optimizer), '
                 "update() once",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     divides the sum by `result.inverse_factor` as it reads it, writes the quotient back, and changes neither parameters
     nor state if `result.skipped` is set. On a GPU torch reads both numbers from the engine's memory, and the host does
     not wait, except in an SGD's first step with momentum. Call `module.zero_grad()` before the next backward. If an
-    error is raised nothing was done.
+    error is raised no parameter has changed.
 
     Args:
         optimizer: torch's Adam, AdamW, SGD or Adagrad, built with `fused=True`.
@@ -43,14 +42,14 @@ def step_fused(optimizer: torch.optim.Optimizer, result: StepResult, module: Par
     """
     _refuse_not_fused(optimizer)
     refuse_stale(result)
-    before = {parameter: parameter.grad for parameter in trainable(module).values()}
+    own = set(trainable(module).values())
+    _refuse_other_gradients(optimizer, own)
     give(module, result.sums, result.unused)
     try:
-        _refuse_other_gradients(optimizer, before)
         _step_scaled(optimizer, result)
     except BaseException:
-        for parameter, gradient in before.items():  # a sum that is left would be the next optimizer's gradient
-            parameter.grad = gradient
+        for parameter in own:  # a sum that is left would be the next optimizer's gradient
+            parameter.grad = None
         raise
 
 
@@ -67,7 +66,7 @@ def _refuse_not_fused(optimizer: Any) -> None:
     )
 
 
-def _refuse_other_gradients(optimizer: torch.optim.Optimizer, own: Mapping[torch.nn.Parameter, Any]) -> None:
+def _refuse_other_gradients(optimizer: torch.optim.Optimizer, own: set[torch.nn.Parameter]) -> None:
     """Raise `BufferRefused` for others' gradients, which the optimizer would divide like the window's sum."""
     parameters = {(g, i): p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     for (group, index), parameter in parameters.items():
@@ -77,7 +76,7 @@ def _refuse_other_gradients(optimizer: torch.optim.Optimizer, own: Mapping[torch
                 got=f"shape {tuple(parameter.shape)}",
                 do="build the optimizer of this module's parameters; set the .grad of others to None",
             )
-    if own.keys().isdisjoint(parameters.values()):
+    if own.isdisjoint(parameters.values()):
         raise CallerError("none of the optimizer's parameters is the module's", do="pass the module that it trains")
 
 

@@ -6,6 +6,7 @@ Not imported by `gradengine.torch`: `from gradengine.torch.lightning import Engi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
 
@@ -17,7 +18,7 @@ from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
 from gradengine.errors import CallerError
 from gradengine.torch.attached import Attached, attach
-from gradengine.torch.trainers import leave_sum_to, refuse_clipping_twice, refuse_dividing_again
+from gradengine.torch.trainers import leave_sum_to, refuse_doing_twice
 
 __all__ = ["EngineCallback"]
 
@@ -50,13 +51,11 @@ class EngineCallback(Callback):  # type: ignore[misc]
     def __init__(self, engine: GradientEngine) -> None:
         refuse_other_kind("engine", engine, GradientEngine)
         self._engine = engine
-        self._attached: Attached | None = None  # while it fits
+        self._fit = ExitStack()  # undoes at the end of a fit what its start did
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the window that an interrupted run left, before a checkpoint is loaded."""
-        self.teardown(trainer, pl_module, stage)
-        if stage == "fit":
-            self._engine.discard()
+        self._engine.discard()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the engine to the module."""
@@ -65,23 +64,18 @@ class EngineCallback(Callback):  # type: ignore[misc]
             raise CallerError("a module with manual optimization steps by itself", do=do)
         if trainer.strategy.handles_gradient_accumulation:
             raise CallerError("the strategy accumulates gradients by itself", got=type(trainer.strategy).__name__)
-        refuse_dividing_again(self._engine)
-        refuse_clipping_twice("gradient_clip_val", trainer.gradient_clip_val)
+        refuse_doing_twice(self._engine, "gradient_clip_val", trainer.gradient_clip_val)
         leave_sum_to(self._engine, trainer.strategy.model, trainer.world_size)
-        self._attached = attach(pl_module, self._engine)
-        finish = partial(self._finish, self._attached, getattr(trainer.precision_plugin, "scaler", None))
+        attached = self._fit.enter_context(attach(pl_module, self._engine))
+        self._fit.callback(vars(pl_module).pop, "optimizer_step", None)
+        finish = partial(self._finish, attached, getattr(trainer.precision_plugin, "scaler", None))
         pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the hooks: after an exception Lightning does not call `teardown`."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: object) -> None:
         """Take the hooks away."""
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
-            vars(pl_module).pop("optimizer_step", None)
+        self._fit.close()
+
+    on_exception = teardown  # after an exception Lightning does not call `teardown`
 
     def state_dict(self) -> dict[str, Any]:
         """The engine's state, as tensors."""

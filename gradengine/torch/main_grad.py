@@ -15,8 +15,6 @@ import torch
 from gradengine.errors import CallerError
 from gradengine.torch.gradients import view_for
 
-_NAMES = ("main_grad", "grad_added_to_main_grad")
-
 
 @final
 class MainGrads:
@@ -40,13 +38,11 @@ class MainGrads:
     def remove(self) -> None:
         """Delete the attributes."""
         for parameter in self._parameters.values():
-            for name in _NAMES:
-                vars(parameter).pop(name, None)
+            vars(parameter).pop("main_grad", None)
+            vars(parameter).pop("grad_added_to_main_grad", None)
 
 
 def takes_added(parameter: Any) -> bool:
     """Whether the parameter's layer has added to its `main_grad` since this was asked last."""
-    is_added = bool(parameter.grad_added_to_main_grad)
-    if is_added:
-        parameter.grad_added_to_main_grad = False
+    is_added, parameter.grad_added_to_main_grad = bool(parameter.grad_added_to_main_grad), False
     return is_added

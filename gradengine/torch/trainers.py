@@ -1,4 +1,4 @@
-"""Checks shared by the HF Trainer and Lightning callbacks: the engine fits, and only one of the two sums over ranks."""
+"""Checks shared by the HF Trainer and Lightning callbacks: only one of the two divides, clips and sums over ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from gradengine.engine import GradientEngine
 from gradengine.errors import CallerError
 
 
-def refuse_dividing_again(engine: GradientEngine) -> None:
-    """Raise `CallerError` if the engine would divide gradients of a loss that its trainer has divided already."""
+def refuse_doing_twice(engine: GradientEngine, option: str, bound: float | None) -> None:
+    """Raise `CallerError` if a trainer has divided gradients that the engine divides, or would clip those it clipped.
+
+    Args:
+        engine: The engine.
+        option: The trainer's option that has its own bound of the norm.
+        bound: That bound.
+    """
     if engine.average != "prescaled":
         raise CallerError(
             "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again",
             got=f"average={engine.average!r}",
             do='build the engine with average="prescaled"',
         )
-
-
-def refuse_clipping_twice(option: str, bound: float | None) -> None:
-    """Raise `CallerError` if the trainer would clip gradients that the engine has clipped."""
     if bound and bound < math.inf:
         what = f"the engine clips, and the trainer would clip again by its {option}"
         raise CallerError(what, got=bound, expected=0, do="give the bound to the engine, as its max_norm")

@@ -6,7 +6,7 @@ Not imported by `gradengine.torch`: `from gradengine.torch.transformers import E
 from __future__ import annotations
 
 import sys
-from functools import partial
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, final
 
@@ -17,9 +17,9 @@ from gradengine.arguments import refuse_other_kind
 from gradengine.engine import GradientEngine
 from gradengine.engine.result import StepResult
 from gradengine.errors import CallerError
-from gradengine.torch.attached import Attached, attach
+from gradengine.torch.attached import attach
 from gradengine.torch.gradients import as_tensor
-from gradengine.torch.trainers import leave_sum_to, refuse_clipping_twice, refuse_dividing_again
+from gradengine.torch.trainers import leave_sum_to, refuse_doing_twice
 
 __all__ = ["EngineCallback"]
 
@@ -57,42 +57,40 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, engine: GradientEngine = None) -> None:  # type: ignore[assignment]
         refuse_other_kind("engine", engine, GradientEngine, do="pass callbacks=[EngineCallback(engine)]")
         self._engine = engine
-        self._attached: Attached | None = None  # while it trains
+        self._run = ExitStack()  # undoes at the end of a run what its start did
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach the engine to the model."""
-        self.on_train_end(args, state, control)
-        self._trainer = _calling_trainer()
-        refuse_dividing_again(self._engine)
-        refuse_clipping_twice("max_grad_norm", args.max_grad_norm)
-        if self._trainer.is_deepspeed_enabled:
+        self._run.close()  # after a run that broke off
+        trainer = _calling_trainer()
+        if trainer.is_deepspeed_enabled:
             raise CallerError("DeepSpeed accumulates gradients by itself, and the engine would leave it none")
-        leave_sum_to(self._engine, self._trainer.model_wrapped, args.world_size)
+        refuse_doing_twice(self._engine, "max_grad_norm", args.max_grad_norm)
+        leave_sum_to(self._engine, trainer.model_wrapped, args.world_size)
         self._engine.discard()
-        self._attached = attach(self._trainer.model, self._engine)
+        self._attached = self._run.enter_context(attach(trainer.model, self._engine))
         # What Trainer calls for a norm to log, right after the last backward.
-        self._trainer.accelerator.clip_grad_norm_ = partial(self._norm, self._attached)
+        self._accelerator = trainer.accelerator
+        self._accelerator.clip_grad_norm_ = self._norm
+        self._run.callback(vars(self._accelerator).pop, "clip_grad_norm_")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Step the engine if Trainer asked for no norm, as before version 5."""
-        if self._attached is not None and self._engine.has_open_window:
-            self._step(self._attached)
+        if self._engine.has_open_window:
+            self._step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the hooks."""
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
-            vars(self._trainer.accelerator).pop("clip_grad_norm_", None)
+        self._run.close()
 
-    def _norm(self, attached: Attached, *_: Any, **__: Any) -> torch.Tensor:
+    def _norm(self, *_: Any, **__: Any) -> torch.Tensor:
         """Step the engine and return its norm, in place of Accelerate's."""
-        norm = as_tensor(self._step(attached).norm)
-        self._trainer.accelerator.unscale_gradients()
+        norm = as_tensor(self._step().norm)
+        self._accelerator.unscale_gradients()
         return norm
 
-    def _step(self, attached: Attached) -> StepResult:
-        self.result = attached.step(scaler=self._trainer.accelerator.scaler, unscale=False, partial=True)
+    def _step(self) -> StepResult:
+        self.result = self._attached.step(scaler=self._accelerator.scaler, unscale=False, partial=True)
         return self.result
 
 
