@@ -274,7 +274,7 @@ class TestWaysOfBackward:
         attached, ours, _, engines = pair()
         ours.head.requires_grad_(False)
         ours.norm.requires_grad_(False)
-        with pytest.raises(WindowError, match=r"'layers.1.\w+' cannot be seen: got a backward within"):
+        with pytest.raises(WindowError, match=r"'layers.1.\w+' cannot be seen: nested"):
             loss_of(ours, 0, reentrant=True).backward()
         assert engines[0].accumulator.state.now is State.EMPTY
         ours.zero_grad()
@@ -777,7 +777,7 @@ class TestGradScaler:
             backward(ours)
             backward(theirs)
             between()
-            with pytest.raises(CallerError, match=r"since this window began; .*unscale=False.*update\(\) once"):
+            with pytest.raises(CallerError, match=r"since this window began; .*unscale=False.*update\(\) it once"):
                 other.step(scaler=scaler)
             other._engine.discard()
             attached._engine.discard()

@@ -4,6 +4,8 @@ The only room that imports torch, and not imported by any other: `from gradengin
 engine's work waits for torch's current stream, and that stream for the engine's.
 """
 
+import sys
+
 from gradengine.engine import GradientEngine
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.torch.attached import Attached, attach
@@ -24,4 +26,4 @@ __all__ = [
     "tensors_of",
 ]
 
-leave_untraced(globals(), [Attached, GradientEngine, MicroBatch])
+leave_untraced(sys.modules[__name__], Attached, GradientEngine, MicroBatch)

@@ -258,11 +258,8 @@ class Attached(AbstractContextManager["Attached"]):
         name = self._main_grads.take_stray() if self._main_grads else None
         if name is not None and self._engine.has_open_window:
             self._engine.accumulator.state.now = State.BROKEN  # until discard()
-            raise WindowError(
-                f"the layer of '{name}' added to main_grad outside of micro_batch()",
-                got="a backward that failed, or torch.autograd.grad",
-                do="discard() the window; run such a backward between windows",
-            )
+            what = f"the layer of '{name}' added to main_grad outside of micro_batch(), or in a backward that failed"
+            raise WindowError(what, do="discard() the window; use torch.autograd.grad between windows")
 
     def _look(self, name: str, _: torch.Tensor) -> None:
         """Note a `.grad` to which backward would add: torch.autograd.grad comes here too, and adds nothing."""
@@ -279,11 +276,8 @@ class Attached(AbstractContextManager["Attached"]):
         gradient, parameter.grad = parameter.grad, None
         old = self._old.get(name)  # None: backward added to no memory of another's
         if old:
-            raise BufferRefused(
-                f"parameter '{name}' has an old .grad, to which backward added",
-                do="call zero_grad(), with set_to_none=True, after each optimizer.step(); or, for another model's "
-                "loss, use `with attached.paused():`",
-            )
+            do = "call zero_grad() after each optimizer.step(); for another model's loss use `with attached.paused():`"
+            raise BufferRefused(f"parameter '{name}' has an old .grad, to which backward added", do=do)
         if gradient is None:
             raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
         micro_batch = self._within or self._of_this_backward(name)
@@ -313,16 +307,12 @@ class Attached(AbstractContextManager["Attached"]):
         if self._main_grads:
             what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
             raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
-        if self._of_backward and _current_graph_task() == self._backward:
+        if self._of_backward and (_current_graph_task() == self._backward or _is_nested()):
             return self._of_backward
-        if (is_nested := _is_nested()) and self._of_backward is not None:
-            return self._of_backward
-        if is_nested or _is_compiled():
-            raise WindowError(
-                f"the end of the backward that made the gradient of '{name}' cannot be seen",
-                got="a backward within a backward" if is_nested else "compiled autograd",
-                do="use `with attached.micro_batch():` around each backward, or checkpoint(use_reentrant=False)",
-            )
+        if _is_nested() or _is_compiled():
+            what = f"the end of the backward that made the gradient of '{name}' cannot be seen: nested or compiled"
+            do = "use `with attached.micro_batch():` around each backward, or checkpoint(use_reentrant=False)"
+            raise WindowError(what, do=do)
         self._of_backward, self._backward = self._begun(), _current_graph_task()
         _queue_callback(self._end_of_backward)
         return self._of_backward
@@ -363,26 +353,16 @@ class Attached(AbstractContextManager["Attached"]):
         refuse_lacking("scaler", scaler, ("is_enabled", "get_scale", "unscale_", "update"))
         if not scaler.is_enabled():
             return None
-        needed, why = "propagate", "a trainer's GradScaler must find NaN and Inf in .grad to skip a step"
-        if truth_value("unscale", unscale):
-            needed, why = "skip", "with a GradScaler steps are skipped, and this engine does not skip"
+        needed = "skip" if truth_value("unscale", unscale) else "propagate"
         if self._engine.on_non_finite != needed:
             got, do = f"on_non_finite={self._engine.on_non_finite!r}", f'build the engine with on_non_finite="{needed}"'
-            raise CallerError(why, got=got, do=do)
+            raise CallerError(f"the engine does not fit a GradScaler with unscale={unscale}", got=got, do=do)
         if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
             raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
-        if unscale:
-            self._refuse_updated(scaler)
+        if unscale and scaler is self._scaler and scaler._scale._version != self._scale_version:
+            do = "step all models that share it with unscale=False and scaler.step(optimizer), then update() it once"
+            raise CallerError("the scaler was updated since this window began", do=do)
         return float(scaler.get_scale())
-
-    def _refuse_updated(self, scaler: Any) -> None:
-        """Raise `CallerError` if the window's losses may have a scale that the scaler had before an update."""
-        if scaler is self._scaler and scaler._scale._version != self._scale_version:
-            raise CallerError(
-                "the scaler was updated since this window began",
-                do='use on_non_finite="propagate", step(scaler=scaler, unscale=False), scaler.step(optimizer), '
-                "update() once",
-            )
 
     def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
@@ -394,11 +374,8 @@ class Attached(AbstractContextManager["Attached"]):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in self._parameters.values()}
         if all(parameter.grad is None for parameter in held) and any(id(parameter) in own for parameter in held):
-            raise WindowError(
-                "the optimizer moved no weight: the window is open, and every .grad is None",
-                got=f"{self._engine.accumulator.accumulated_count} micro-batches",
-                do="call attached.step() before optimizer.step()",
-            )
+            what = "the optimizer moved no weight: the window is open, and every .grad is None"
+            raise WindowError(what, do="call attached.step() before optimizer.step()")
 
     def _refuse_lone_rank(self) -> None:
         if not self._remove.alive:
@@ -406,11 +383,9 @@ class Attached(AbstractContextManager["Attached"]):
         engine, group = self._engine, torch.distributed
         is_alone = engine.world_size == 1 and engine.tp_exchange is None and not self._alone
         if is_alone and group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            raise CallerError(
-                "torch.distributed has several ranks, and the engine no exchange: each would keep its own gradients",
-                got=f"world size {group.get_world_size()}, and 1",
-                do="build the engine with exchange=connect(); or attach(..., alone=True) if each has its own model",
-            )
+            what = "torch.distributed has several ranks, and the engine no exchange: each would keep its own gradients"
+            do = "build the engine with exchange=connect(); or attach(..., alone=True) if each has its own model"
+            raise CallerError(what, do=do)
 
     def _refuse_other_weights(self) -> None:
         """Raise `CallerError`, on all ranks alike, if a rank's parameters are not rank 0's, by 8 bytes for each."""
@@ -422,10 +397,9 @@ class Attached(AbstractContextManager["Attached"]):
         for rank, theirs in enumerate(told):
             for name, one, first in zip(self._parameters, theirs, told[0], strict=True):
                 if one != first:
-                    raise CallerError(
-                        f"parameter '{name}' of rank {rank} is not that of rank 0: the ranks train different models",
-                        do="seed all ranks alike before the model is made, or load one checkpoint on all of them",
-                    )
+                    what = f"parameter '{name}' of rank {rank} is not that of rank 0: the ranks train different models"
+                    do = "seed all ranks alike before the model is made, or load one checkpoint on all of them"
+                    raise CallerError(what, do=do)
 
     def _refuse_other_parameters(self) -> None:
         for name, parameter in trainable(self._module).items():

@@ -176,13 +176,9 @@ def _refuse_uncleared(gradients: Mapping[str, torch.Tensor | None]) -> None:
     if max(changes.values(), default=0) == 1:
         for name, count in changes.items():
             if count == 1 and not _fills_flat_buffer(counted[name]) and counted[name].any():
-                raise BufferRefused(
-                    f"parameter '{name}' was not cleared since an earlier micro-batch",
-                    got="the same .grad, changed once in place: backward adds to one that is there",
-                    expected="the gradient of one micro-batch alone",
-                    do="discard() the window and call zero_grad() before each backward; or, if you write each "
-                    "gradient into this tensor yourself, add() the tensors without gradients_of()",
-                )
+                what = f"parameter '{name}' was not cleared since an earlier micro-batch: backward adds to its .grad"
+                do = "discard() the window, and call zero_grad() before each backward; add() tensors of your own"
+                raise BufferRefused(what, do=do)
     for gradient in counted.values():
         setattr(gradient, TAKEN, gradient._version)
 
@@ -251,8 +247,5 @@ def refuse_stale(result: StepResult) -> None:
     """Raise `CallerError` if the engine has been called since the step."""
     refuse_other_kind("result", result, StepResult, do="pass what engine.step() returned")
     if not result.is_current:
-        raise CallerError(
-            f"the result of step {result.step} is out of date",
-            got="an add or a step of the engine since",
-            do="use each result before the engine is called again",
-        )
+        what = f"the result of step {result.step} is out of date: there was an add or a step of the engine since"
+        raise CallerError(what, do="use each result before the engine is called again")

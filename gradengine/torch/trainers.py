@@ -19,11 +19,8 @@ def refuse_doing_twice(engine: GradientEngine, option: str, bound: float | None)
         bound: That bound.
     """
     if engine.average != "prescaled":
-        raise CallerError(
-            "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again",
-            got=f"average={engine.average!r}",
-            do='build the engine with average="prescaled"',
-        )
+        what = "the trainer divides the loss by the micro-batches or tokens of a step, and the engine would do so again"
+        raise CallerError(what, got=f"average={engine.average!r}", do='build the engine with average="prescaled"')
     if bound and bound < math.inf:
         what = f"the engine clips, and the trainer would clip again by its {option}"
         raise CallerError(what, got=bound, expected=0, do="give the bound to the engine, as its max_norm")
@@ -38,12 +35,9 @@ def leave_sum_to(engine: GradientEngine, module: torch.nn.Module, world_size: in
     if world_size == 1:
         return
     if engine.world_size != world_size:
-        raise CallerError(
-            "the trainer's ranks are not the engine's, which would get the gradients of one rank only",
-            got=f"world size {engine.world_size}",
-            expected=world_size,
-            do="start by torchrun, and build the engine with exchange=connect()",
-        )
+        what, got = "the trainer's ranks are not the engine's", f"world size {engine.world_size}"
+        do = "start by torchrun, and build the engine with exchange=connect()"
+        raise CallerError(what, got=got, expected=world_size, do=do)
     parallel = [each for each in module.modules() if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
     if not parallel:
         what = "the trainer sums over ranks itself, by something other than DistributedDataParallel"
