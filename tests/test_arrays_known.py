@@ -9,7 +9,7 @@ import pytest
 from gradengine import GradientEngine, GradientLayout, RawBuffer, clip_by_global_norm
 from gradengine.arrays.host import host_buffer
 from gradengine.arrays.known import KnownArrays, facts_of, views_at
-from gradengine.arrays.streams import NamedStream, UnknownStream
+from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 
 LAYOUT = GradientLayout.of([(4, 6), (8,)])
@@ -111,7 +111,7 @@ class TestKnown:
         assert views_at([None, views[1]], [0, 4096])[1].pointer == 4096
         assert views_at(views, [4096, 0]) is views_at(views, [4098, 4096]) is None
 
-    @pytest.mark.parametrize(("producer", "is_kept"), [(None, True), (NamedStream(5), True), (UnknownStream(), False)])
+    @pytest.mark.parametrize(("producer", "is_kept"), [(None, True), (NamedStream(5), True), (ProducerStream(), False)])
     def test_what_must_be_kept_alive_is_not_known(self, producer, is_kept):
         known, given = KnownArrays(2), arrays()
         views = [None, host_buffer(given[1], "w")]

@@ -30,15 +30,13 @@ from transports import (
 from gradengine import GradientEngine
 from gradengine.errors import CallerError, HandshakeRefused
 from gradengine.exchange import GradientServer, connect, connect_if_launched, mesh
-from gradengine.exchange.addresses import Listener, address_of, connect_once, own_host
+from gradengine.exchange.addresses import Listener, address_of
 from gradengine.exchange.handshake import MAX_JOB_CHARACTERS
 from gradengine.exchange.launchers import (
     JOBS,
     LAUNCHERS,
     PORTS,
-    Fact,
     first_node,
-    job_or_launchers,
     joining,
     read_address,
     read_job,
@@ -186,9 +184,9 @@ def test_whatever_the_environment_says_it_is_a_place_or_an_error_of_ours(environ
 def test_a_secret_comes_from_the_variable_or_from_the_file_that_one_names(tmp_path):
     path = tmp_path / "secret"
     path.write_text("a secret of the file\n")
-    assert read_secret({}) is read_secret({"GRADENGINE_SECRET": ""}) is None
-    assert read_secret({"GRADENGINE_SECRET_FILE": str(path)}) == Fact("a secret of the file", "GRADENGINE_SECRET_FILE")
-    assert read_secret({"GRADENGINE_SECRET": " a secret, in a variable\n"}).value == "a secret, in a variable"
+    assert read_secret({})[0] == read_secret({"GRADENGINE_SECRET": ""})[0] == ""
+    assert read_secret({"GRADENGINE_SECRET_FILE": str(path)}) == ("a secret of the file", "GRADENGINE_SECRET_FILE")
+    assert read_secret({"GRADENGINE_SECRET": " a secret, in a variable\n"})[0] == "a secret, in a variable"
     both = {"GRADENGINE_SECRET_FILE": str(path), "GRADENGINE_SECRET": "one of the variable"}
     with pytest.raises(CallerError, match="both set") as refused:
         read_secret(both)
@@ -236,8 +234,7 @@ def test_connect_takes_the_secret_of_the_environment_and_a_given_one_wins(enviro
 )
 def test_what_each_launcher_names(variables, job):
     found = read_job(variables)
-    assert found.value == job
-    assert found.source == (job.partition("=")[0] if "=" in job else "GRADENGINE_JOB" if job else "")
+    assert found == (job, job.partition("=")[0] if "=" in job else "GRADENGINE_JOB" if job else "")
 
 
 @pytest.mark.parametrize("variable", JOBS)
@@ -254,14 +251,9 @@ def test_what_cannot_be_a_name_is_refused_with_its_variable_in_a_bounded_error(e
 
 def test_longest_value_that_fits():
     value = "x" * (MAX_JOB_CHARACTERS - len("SLURM_JOB_ID="))
-    assert read_job({"SLURM_JOB_ID": value}).value == f"SLURM_JOB_ID={value}"
+    assert read_job({"SLURM_JOB_ID": value})[0] == f"SLURM_JOB_ID={value}"
     with pytest.raises(CallerError):
         read_job({"SLURM_JOB_ID": value + "x"})
-
-
-def test_a_job_that_is_given_wins_and_an_empty_one_is_none(environment):
-    environment.setenv("SLURM_JOB_ID", "7")
-    assert [job_or_launchers(job) for job in ("mine", "", None)] == ["mine", "", "SLURM_JOB_ID=7"]
 
 
 # ---- at one address ----
@@ -306,8 +298,8 @@ def test_two_jobs_of_a_launcher_at_one_port_do_not_train_together(environment, v
         ]
         others.append(launched(environment, mine, lambda: connect(hosting.url, 1, 2, job="a", join_timeout=SOON)))
         told = refused_before_they_train(hosting, *others)
-    own = read_job(mine).value
-    for theirs, each in zip((read_job(other).value, "", "a"), told, strict=True):
+    own = read_job(mine)[0]
+    for theirs, each in zip((read_job(other)[0], "", "a"), told, strict=True):
         assert f"got job='{theirs}', expected job='{own}'" in each
 
 
@@ -359,47 +351,47 @@ def other_rank(variables):
 # ---- the address ----
 
 
-def address_in(variables, job=None, secret=None, ports=None):
+def address_in(variables, job=None, ports=None):
     world = None if "GRADENGINE_ADDRESS" in variables else read_world(variables)
-    return read_address(variables, world, secret, job, ports)
+    return read_address(variables, world, job, ports)
 
 
 @pytest.mark.parametrize("name", sorted(set(SEEN) - {"by hand", "MPICH's mpiexec"}))
 def test_ranks_of_one_host_meet_at_a_unix_socket_that_another_run_has_not(name):
     here = SEEN[name] | {"TMPDIR": "/t"}
-    address = address_in(here)
-    assert re.fullmatch(rf"unix:///t/gradengine-{os.getuid()}/[0-9a-f]{{16}}", address.value)
-    assert address_in(other_rank(here)) == address
+    address, source = address_in(here)
+    assert re.fullmatch(rf"unix:///t/gradengine-{os.getuid()}/[0-9a-f]{{16}}", address)
+    assert address_in(other_rank(here))[0] == address
     run = next(each for each in LAUNCHERS if each.name == name).run
     for variable in set(run) & set(here):
-        assert variable in address.source
-        assert address_in(here | {variable: "8"}).value != address.value
-    assert address_in(here, job="tp").value != address.value == address_in(here, job="").value
+        assert variable in source
+        assert address_in(here | {variable: "8"})[0] != address
+    assert address_in(here, job="tp")[0] != address == address_in(here, job="")[0]
 
 
 @pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
 def test_ranks_of_several_hosts_meet_at_a_port_of_the_first(name):
     here = ON_SEVERAL_HOSTS[name]
-    address = address_in(here)
-    host, port = re.fullmatch(r"tcp://([a-z0-9]+):([0-9]+)", address.value).groups()
+    address, _ = address_in(here)
+    host, port = re.fullmatch(r"tcp://([a-z0-9]+):([0-9]+)", address).groups()
     assert (host, 20_000 <= int(port) <= 29_000) == ("node3", True)
-    assert address_in(other_rank(here)) == address
-    assert address_in(here, job="tp").value != address.value
+    assert address_in(other_rank(here))[0] == address
+    assert address_in(here, job="tp")[0] != address
 
 
 def test_a_job_s_name_is_the_same_whether_it_was_given_or_set():
-    assert address_in(SRUN, job="tp").value == address_in(SRUN | {"GRADENGINE_JOB": "tp"}).value
-    assert address_in(SRUN | {"GRADENGINE_JOB": "tp"}, job="").value == address_in(SRUN).value
+    assert address_in(SRUN, job="tp")[0] == address_in(SRUN | {"GRADENGINE_JOB": "tp"})[0]
+    assert address_in(SRUN | {"GRADENGINE_JOB": "tp"}, job="")[0] == address_in(SRUN)[0]
 
 
 def test_ranks_in_two_jobs_of_a_scheduler_come_to_one_port_where_they_are_told_so():
     """One torchrun a machine, each in a job of its own: with two ports they would only wait for each other."""
-    assert len({address_in(TORCHRUN | {"SLURM_JOB_ID": job}).value for job in "78"}) == 1
+    assert len({address_in(TORCHRUN | {"SLURM_JOB_ID": job})[0] for job in "78"}) == 1
 
 
 def test_the_port_of_torchrun_s_own_store_is_never_taken():
     for port in range(20_000, 29_000):
-        address = address_in(TORCHRUN | {"MASTER_PORT": str(port)}).value
+        address = address_in(TORCHRUN | {"MASTER_PORT": str(port)})[0]
         assert int(address.rpartition(":")[2]) != port
 
 
@@ -416,7 +408,7 @@ def test_an_address_that_is_set_wins_and_one_rank_alone_needs_none(variables, ad
 
 
 def test_an_ipv6_address_is_bracketed():
-    assert address_in(TORCHRUN | {"MASTER_ADDR": "fd00::1"}).value.startswith("tcp://[fd00::1]:2")
+    assert address_in(TORCHRUN | {"MASTER_ADDR": "fd00::1"})[0].startswith("tcp://[fd00::1]:2")
 
 
 def of_several_hosts(name):
@@ -451,7 +443,7 @@ def test_a_run_that_nothing_distinguishes_is_told_what_to_set():
     here = SEEN["MPICH's mpiexec"]
     with pytest.raises(CallerError, match="GRADENGINE_JOB"):
         address_in(here)
-    assert address_in(here | {"GRADENGINE_JOB": "a"}).value != address_in(here | {"GRADENGINE_JOB": "b"}).value
+    assert address_in(here | {"GRADENGINE_JOB": "a"})[0] != address_in(here | {"GRADENGINE_JOB": "b"})[0]
 
 
 @pytest.mark.parametrize("folder", ["x" * 90, "a#b"])
@@ -489,7 +481,7 @@ def test_the_first_node_of_a_list(nodes, first):
 @example("[1]" * 40_000 + "[")
 def test_a_hostile_list_gives_a_host_or_an_error_of_a_few_lines_at_once(nodes):
     try:
-        address = address_in(SRUN | {"SLURM_STEP_NODELIST": nodes}).value
+        address = address_in(SRUN | {"SLURM_STEP_NODELIST": nodes})[0]
     except CallerError as refused:
         assert str(refused).isprintable()  # noqa: PT017
         assert len(str(refused)) < 400  # noqa: PT017
@@ -524,9 +516,9 @@ def test_what_is_given_wins(environment):
 
 def test_what_is_given_whole_needs_no_environment_and_is_not_hurt_by_a_broken_one(environment):
     given = "tcp://127.0.0.1:0", 0, 1
-    assert joining(*given, None, None, None) == (*given, None)
+    assert joining(*given, None, None, None) == (*given, "")
     set_in(environment, {"RANK": "x", "GRADENGINE_ADDRESS": "?", "GRADENGINE_WORLD_SIZE": "-1"})
-    assert joining(*given, None, None, None) == (*given, None)
+    assert joining(*given, None, None, None) == (*given, "")
 
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -604,7 +596,7 @@ def test_a_folder_that_is_not_private_is_refused(environment, fault, tmp_path):
 def taken_port(environment, host):
     """Where torchrun's ranks of two hosts come to, of which this is one."""
     set_in(environment, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": host})
-    return int(address_in(os.environ).value.rpartition(":")[2])
+    return int(address_in(os.environ)[0].rpartition(":")[2])
 
 
 def test_a_port_that_is_taken_is_told_with_the_variable_that_sets_another(environment):
@@ -629,27 +621,10 @@ def test_rank_0_listens_for_all_whatever_its_host_is_called(environment, host):
         assert exchange.url.startswith(f"tcp://{host}:2")
 
 
-@pytest.mark.parametrize("local", [{}, {"LOCAL_WORLD_SIZE": "2"}], ids=["unknown", "known"])
-def test_where_rank_0_is_told_localhost_and_ranks_elsewhere_its_name_they_meet(environment, local):
-    """As Kubeflow tells them; without a secret rank 0 listens on loopback, and ranks elsewhere are told to have one."""
-    here = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | local
-    set_in(environment, here | {"RANK": "0", "MASTER_ADDR": "localhost"})
-    assert joining(None, None, None, None, None, None)[0].startswith("tcp://localhost:2")
-    environment.setenv("GRADENGINE_SECRET", secret := "0123456789abcdef0123456789abcdef")
-    with connect() as exchange:
-        host, port = address_of(exchange.url)
-        assert host in {"::", "0.0.0.0"}
-        assert port == address_of(address_in(here, secret=secret).value)[1]
-        environment.setenv("RANK", "1")
-        beside = address_of(joining(None, None, None, None, None, None)[0])
-        assert (own_host(beside[0], "127.0.0.1"), beside[1]) == (host, port)  # which ranks elsewhere reach too
-        connect_once(beside, SOON).close()
-
-
 @pytest.mark.parametrize("way", ["given", "set"])
 def test_all_ranks_listen_at_the_ports_that_are_named(environment, way):
     """Rank 0 too, if its port is made of the launcher's variables; what is given wins."""
-    environment.setenv("GRADENGINE_SECRET", secret := "0123456789abcdef0123456789abcdef")
+    environment.setenv("GRADENGINE_SECRET", "0123456789abcdef0123456789abcdef")
     environment.setenv(PORTS, "29000-29100" if way == "set" else "x")
     given = {} if way == "set" else {"ports": "29000-29100"}
     set_in(environment, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29000"})
@@ -657,7 +632,7 @@ def test_all_ranks_listen_at_the_ports_that_are_named(environment, way):
         port = address_of(exchange.url)[1]
         assert 29001 <= port <= 29100
         if way == "set":
-            assert address_in(os.environ, secret=secret, ports=range(29000, 29101)).value.endswith(f":{port}")
+            assert address_in(os.environ, ports=range(29000, 29101))[0].endswith(f":{port}")
     listeners, sound = [], Listener.__init__
 
     def noted(listener, *arguments, **options):

@@ -495,21 +495,7 @@ def started(rank=0, **options):
     return group.ranks[rank]
 
 
-def test_what_is_received_out_of_turn_is_refused():
-    """A sum whose part is not gone, one that rank 0 owns, a part that rank 1 owns, of another step, no transfer's."""
-    rank = started()
-    numbers = [(1, tag(SUM, 1)), (2, tag(SUM, 0)), (2, tag(PART, 1)), (1, tag(PART, 0, step=1)), (1, tag(FACTS, 2))]
-    for peer, number in [*numbers, (0, tag(PART, 0)), (3, tag(PART, 0)), (1, -1), (1, 1 << 70)]:
-        who = "the server" if peer == 3 else f"rank {peer}"
-        refused(rank, rank.received, peer, number, match=f"{who} out of turn")
-
-
-def test_what_is_reported_twice_or_lent_with_another_size_is_refused():
-    rank = started()
-    for report, kind, number in ((rank.received, PART, 0), (rank.sent, PART, 1), (rank.received, SUM, 1)):
-        report(1, tag(kind, number))
-        rank.transfers()
-        refused(rank, report, 1, tag(kind, number), match=f" rank 1 out of turn: got the .* of share {number}")
+def test_a_part_of_another_size_and_facts_of_no_element_are_refused():
     rank = started(reads_in_place=True)
     refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match="lends another size")
     for index in (np.nan, np.inf, -2, 1 << 40, SMALL.arena_size):

@@ -95,22 +95,22 @@ def environment(variables: Mapping[str, str]) -> Rows:
 
 
 def _facts(variables: Mapping[str, str]) -> Rows:
-    found, world = launchers.read_secret(variables), launchers.read_world(variables)
-    job, ports = launchers.read_job(variables), launchers.read_ports(variables)
-    secret = found.value if found else None
-    address = launchers.read_address(variables, world, secret, None, ports)
-    launchers.refuse_without_secret(address, secret)
+    secret, secret_from = launchers.read_secret(variables)
+    world, (job, job_from) = launchers.read_world(variables), launchers.read_job(variables)
+    ports = launchers.read_ports(variables)
+    address, address_from = launchers.read_address(variables, world, None, ports)
+    launchers.refuse_without_secret(address, address_from, secret)
     certificates, launcher = certificates_of(None), world.launcher
     rows: Rows = {
         "launcher": (launcher.name, launcher.rank),
         "rank": (world.rank, launcher.rank),
         "world size": (world.world_size, launcher.world_size),
         "local size": (world.local_size, launcher.local_size),
-        "address": (address.value, address.source),
-        "secret": (f"set ({len(secret)} characters)" if secret else None, found.source if found else ""),
+        "address": (address, address_from),
+        "secret": (f"set ({len(secret)} characters)" if secret else None, secret_from),
         "ports": (f"{ports[0]}-{ports[-1]}" if ports else None, launchers.PORTS),
         "tls": (str(certificates.folder) if certificates else None, VARIABLE),
-        "job": (job.value or None, job.source),
+        "job": (job or None, job_from),
     }
     return {name: (value, "" if value is None else source) for name, (value, source) in rows.items()}
 

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from gradengine.exchange import GradientServer
-from gradengine.exchange.launchers import read_secret
+from gradengine.exchange.launchers import read_secret, secret_in
 
 _TERMINATED = 143  # as shells say it of SIGTERM
 
@@ -45,9 +45,10 @@ def serve(
     Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
     after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
     """
-    # Not from an argument, which every user of the machine can read.
-    found = read_secret({"GRADENGINE_SECRET_FILE": str(secret_file)} if secret_file else os.environ)
-    secret = found.value if found else None
+    if secret_file is not None:
+        secret = secret_in(secret_file)
+    else:  # not from an argument, which every user of the machine can read
+        secret, _ = read_secret(os.environ)
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(
         world_size, address, secret=secret, job=job, timeout=timeout, join_timeout=join_timeout, tls=tls

@@ -109,7 +109,7 @@ from gradengine.arguments import checked_seconds, truth_value
 from gradengine.errors import CallerError
 from gradengine.exchange.addresses import MPI_URL, address_of
 from gradengine.exchange.exchange import DEFAULT_SHARE_BYTES, Exchange, local_group
-from gradengine.exchange.launchers import ADDRESS, job_or_launchers, joining, launcher_of, read_ports
+from gradengine.exchange.launchers import ADDRESS, joining, launcher_of, read_job, read_ports
 from gradengine.exchange.links.collectives import COLLECTIVES, link_over_mpi
 from gradengine.exchange.links.link import Link
 from gradengine.exchange.links.mpi import MpiLink
@@ -222,7 +222,8 @@ def connect(
         if served and url is None and not os.environ.get(ADDRESS):
             raise CallerError("served=True needs the server's address", do=f"pass its url, or set {ADDRESS} to it")
         url, rank, world_size, secret = joining(url, rank, world_size, secret, job, listening)
-        options |= {"secret": secret, "job": job_or_launchers(job), "is_served": served}
+        job = read_job(os.environ)[0] if job is None else job
+        options |= {"secret": secret, "job": job, "is_served": served}
         group = Meeting(address_of(url), rank, world_size, **options)
     try:
         if process_group is not None and certificates is None:  # NCCL sends the gradients in plain

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from gradengine.arguments import MOST_RANKS, as_index, checked_rank, said, whole_number
 from gradengine.errors import CallerError
@@ -63,7 +63,6 @@ _TORCH_RUN, _TORCH_HOST = ("TORCHELASTIC_RUN_ID", "MASTER_PORT"), "MASTER_ADDR"
 _OMPI, _SLURM_RUN = "OMPI_COMM_WORLD", ("SLURM_JOB_ID", "SLURM_STEP_ID")
 LAUNCHERS = (
     Launcher("by hand", "GRADENGINE_RANK", "GRADENGINE_WORLD_SIZE", "GRADENGINE_LOCAL_SIZE"),
-    # Kubeflow's PyTorchJob sets torchrun's too, with MASTER_ADDR=localhost on rank 0.
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", _TORCH_RUN, _TORCH_HOST),
     # Open MPI 4 and 5.
     Launcher("Open MPI's mpiexec", f"{_OMPI}_RANK", f"{_OMPI}_SIZE", f"{_OMPI}_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
@@ -72,16 +71,9 @@ LAUNCHERS = (
     # SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node. A batch script has no step.
     Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "", _SLURM_RUN, "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
 )
+Fact: TypeAlias = tuple[str, str]  # a value, and the names of the variables that it was read from
 # A caller that passes rank and world size to `connect`, under no launcher, may have set torch's variables.
 _CALLER = Launcher("the caller", "rank", "world_size", run=_TORCH_RUN, host=_TORCH_HOST)
-
-
-@final
-class Fact(NamedTuple):
-    """A value, and the names of the variables that it was read from."""
-
-    value: str
-    source: str
 
 
 @final
@@ -148,8 +140,8 @@ def _number(environment: Mapping[str, str], variable: str, least: int, most: int
 # ---- its secret, job and ports ----
 
 
-def read_secret(environment: Mapping[str, str]) -> Fact | None:
-    """The group's secret, from GRADENGINE_SECRET or the file named by GRADENGINE_SECRET_FILE; None without both.
+def read_secret(environment: Mapping[str, str]) -> Fact:
+    """The group's secret, from GRADENGINE_SECRET or the file named by GRADENGINE_SECRET_FILE; "" without both.
 
     Raises:
         CallerError: The file cannot be read, the secret is too short, or both are set.
@@ -160,7 +152,7 @@ def read_secret(environment: Mapping[str, str]) -> Fact | None:
     source = "GRADENGINE_SECRET_FILE" if path else "GRADENGINE_SECRET"
     secret = secret_in(path) if path else value
     refuse_bad_secret(secret, f"the secret of {source}")
-    return Fact(secret.strip(), source) if secret else None
+    return secret.strip(), source
 
 
 def secret_in(path: str | Path) -> str:
@@ -187,13 +179,8 @@ def read_job(environment: Mapping[str, str]) -> Fact:
         if value and (variable, value) != ("TORCHELASTIC_RUN_ID", "none") and not value.startswith("slurm.pmix."):
             name = value if variable == "GRADENGINE_JOB" else f"{variable}={value}"
             refuse_bad_job(name, source=f"the job of {variable}")
-            return Fact(name, variable)
-    return Fact("", "")
-
-
-def job_or_launchers(job: str | None) -> str:
-    """The job's name, or the environment's if it is None."""
-    return read_job(os.environ).value if job is None else job
+            return name, variable
+    return "", ""
 
 
 def read_ports(environment: Mapping[str, str], given: str | None = None) -> range | None:
@@ -225,26 +212,23 @@ def joining(
         CallerError: An argument is neither given nor in the environment, or cannot be used; nothing was opened.
     """
     if secret is None:
-        secret = found.value if (found := read_secret(os.environ)) else None
+        secret, _ = read_secret(os.environ)
     if url is None or rank is None or world_size is None:
         world = read_world(os.environ, rank, world_size)
         rank, world_size = [b if a is None else a for a, b in ((rank, world.rank), (world_size, world.world_size))]
     if url is None:
-        address = read_address(os.environ, world, secret, job, ports)
-        refuse_without_secret(address, secret)
-        url = address.value if address.source == ADDRESS else made_usable(address.value, hosts=as_index(rank) == 0)
+        url, source = read_address(os.environ, world, job, ports)
+        refuse_without_secret(url, source, secret)
+        url = url if source == ADDRESS else made_usable(url, hosts=as_index(rank) == 0)
     return url, rank, world_size, secret
 
 
-def read_address(
-    environment: Mapping[str, str], world: World, secret: str | None, job: str | None, ports: range | None
-) -> Fact:
+def read_address(environment: Mapping[str, str], world: World, job: str | None, ports: range | None) -> Fact:
     """The URL at which the ranks connect: GRADENGINE_ADDRESS, or one made from the launcher's variables.
 
     Args:
         environment: The environment variables.
         world: What `read_world` found in them.
-        secret: The group's secret; with one, rank 0 may listen on all interfaces.
         job: The job's name that was given to `connect`; two groups of one run need two names.
         ports: The ports of which rank 0 takes one.
 
@@ -254,23 +238,23 @@ def read_address(
     if given := environment.get(ADDRESS):
         if given != MPI_URL:
             address_of(given, f" (of environment variable {ADDRESS})")
-        return Fact(given, ADDRESS)
+        return given, ADDRESS
     if world.world_size == 1:
-        return Fact("tcp://127.0.0.1:0", world.launcher.world_size)
-    host, source = _first_host(environment, world, secret)
+        return "tcp://127.0.0.1:0", world.launcher.world_size
+    host, source = _first_host(environment, world)
     name, named_by = _run_name(environment, world.launcher, job)
     if host is None:
-        return Fact(f"unix://{socket_path(environment, name)}", f"{source}, {named_by}")
+        return f"unix://{socket_path(environment, name)}", f"{source}, {named_by}"
     ports = ports or _PORTS
     free = [port for port in ports if str(port) != environment.get("MASTER_PORT")] or ports
-    return Fact(url_of((host, free[int(name, 16) % len(free)])), f"{source}, {named_by}")
+    return url_of((host, free[int(name, 16) % len(free)])), f"{source}, {named_by}"
 
 
-def refuse_without_secret(address: Fact, secret: str | None) -> None:
-    """Raise `CallerError` for an address from the environment that other machines can reach, if there is no secret."""
-    if not secret and address.value.startswith("tcp://") and not is_loopback(address_of(address.value)[0]):
+def refuse_without_secret(url: str, source: str, secret: str | None) -> None:
+    """Raise `CallerError` for a URL from the environment that other machines can reach, if there is no secret."""
+    if not secret and url.startswith("tcp://") and not is_loopback(address_of(url)[0]):
         do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_SECRET_FILE to it on all ranks"
-        raise CallerError(f"{address.value} (from {address.source}) is for several machines, and needs a secret", do=do)
+        raise CallerError(f"{url} (from {source}) is for several machines, and needs a secret", do=do)
 
 
 def first_node(nodes: str) -> tuple[str, bool]:
@@ -286,12 +270,8 @@ def first_node(nodes: str) -> tuple[str, bool]:
     return node, match.end() == len(nodes) and not match[2] and not re.search(r"\[[^]]*[,-]", match[1])
 
 
-def _first_host(environment: Mapping[str, str], world: World, secret: str | None) -> tuple[str | None, str]:
-    """The host of rank 0, or None if all ranks are on this host; and the variables that it was read from.
-
-    Kubeflow names rank 0's host "localhost" there, and elsewhere by its service. So a loopback name stands for all
-    interfaces if ranks may be on other hosts and have a secret.
-    """
+def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | None, str]:
+    """The host of rank 0, or None if all ranks are on this host; and the variable that it was read from."""
     launcher = world.launcher
     if world.local_size == world.world_size:
         return None, launcher.local_size
@@ -300,9 +280,6 @@ def _first_host(environment: Mapping[str, str], world: World, secret: str | None
     if not _HOST.fullmatch(host):
         what = f"environment variable {launcher.host or ADDRESS} names no host where all ranks could meet"
         raise CallerError(what, got=said(named), expected="a host's name or address", do=_DO)
-    if is_loopback(host) and secret:
-        # Rank 0 listens on all interfaces, and the ranks beside it reach it there.
-        return "0.0.0.0", f"{launcher.host}, {launcher.local_size}"  # noqa: S104
     return None if is_only_one else host, launcher.host
 
 

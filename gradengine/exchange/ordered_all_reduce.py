@@ -250,9 +250,7 @@ class OrderedAllReduce:
                 self._waiting[share.owner == self.rank].append(share)
 
     def sent(self, peer: int, tag: int) -> None:
-        """Report that a send is over; raises `ProtocolError` if it was not asked for, or was over already."""
-        if (peer, tag) not in self._sends:
-            raise ProtocolError(f"sent to {self._named(peer)} out of turn", got=self.described(tag))
+        """Report that a send is over."""
         self._sends.remove((peer, tag))
         kind, number = _meaning(tag)
         if kind == _PART:
@@ -267,11 +265,8 @@ class OrderedAllReduce:
         """Report that what was to be received fills its memory, or is borrowed there.
 
         Raises:
-            ProtocolError: The transfer was not asked for, or was over already; or a part has another size, or facts
-                name an element outside of the arena.
+            ProtocolError: A part that is lent has another size, or facts name an element outside of the arena.
         """
-        if (peer, tag) not in self._receives:
-            raise ProtocolError(f"received from {self._named(peer)} out of turn", got=self.described(tag))
         kind, number = _meaning(tag)
         if borrowed is not None and borrowed.size != self._shares[number].size:
             what = f"{self._named(peer)} lends another size as {self.described(tag)}"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost, WindowError
+from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 from gradengine.exchange.gather import Gather, is_of_gather
 from gradengine.exchange.links.link import DAMAGED, RELEASE, SEND, VANISHED_SECONDS, Completion, Link, Transfer
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
@@ -177,9 +177,6 @@ class Pump:
         gather = Gather(self._link.rank, self._link.world_size, data, self._link.hub)
         with self.lock:
             self.wake(in_background=False)
-            if self._gather is not None:
-                what = "a gather is under way, or was interrupted"
-                raise WindowError(what, do=f"call from one thread; or close the exchange, and {self._link.way_on}")
             self._gather = gather
         self._wait_until(gather, timeout, lambda: self._late_for(gather, what))
         self._gather = None

@@ -150,8 +150,6 @@ class _TlsSocket(ssl.SSLSocket):
         return self.send(record)
 
     def recv(self, size: int = 1024, flags: int = 0) -> bytes:
-        if flags:  # SSLSocket refuses them; that the other end has closed shows in the encrypted bytes too
-            return socket.socket.recv(self, size, flags)
         return _or_blocking(super().recv, size)
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:

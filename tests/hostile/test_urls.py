@@ -25,7 +25,7 @@ def test_a_user_query_or_fragment_is_refused_and_not_shown(url):
     for use in (
         lambda: connect(url, 0, 2),
         lambda: connect(url, 1, 2),
-        lambda: read_address({"GRADENGINE_ADDRESS": url}, None, None, None, None),
+        lambda: read_address({"GRADENGINE_ADDRESS": url}, None, None, None),
     ):
         with pytest.raises(
             CallerError, match=r"not a valid group URL.*got a URL with a user, query or fragment"
