@@ -234,7 +234,7 @@ def test_a_late_rank_may_still_come(reads_in_place):
 
 
 def test_a_rank_that_waits_for_long_says_for_whom_at_doubled_intervals(caplog, monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.pump._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("gradengine.exchange.pump.LOOK_SECONDS", 0.0)
     monkeypatch.setattr(Link, "refuse_vanished", lambda _: asked.append(len(caplog.records)))
     (rank, _), looks, asked = ranks_of(random_parts(SMALL, 2, [1]), SMALL), itertools.count(), []
     pump = running(thread_links(2)[0], rank.all_reduce, clock=lambda: 0.5 * next(looks))

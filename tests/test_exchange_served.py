@@ -305,7 +305,7 @@ def test_a_rank_that_starts_nothing_is_named_to_all():
 
 
 def test_a_rank_that_is_late_for_a_gather_is_named_to_all(caplog, monkeypatch):
-    monkeypatch.setattr("gradengine.exchange.server._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("gradengine.exchange.server.LOOK_SECONDS", 0.0)
     clock = Clock()
     with working(clock=clock, timeout=60.0) as (server, workers):
         threads = [threading.Thread(target=outcomes, args=(lambda w: w.exchange.barrier(), workers[:2]))]

@@ -204,7 +204,7 @@ def test_close_ends_serve_and_does_not_wait_for_a_worker_that_never_leaves():
 
 
 def test_a_second_close_ends_and_gives_the_address_back_whatever_line_interrupted_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.001)
 
     def new():
         return GradientServer(2, str(tmp_path / "s"))

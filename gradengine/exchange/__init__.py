@@ -167,8 +167,8 @@ def connect(
         timeout: Seconds without any progress after which waiting ranks fail, the same on all ranks. A rank that
             depends on another one's wait fails up to 2 s and a fifth of this later.
         join_timeout: Seconds to wait for all ranks to join.
-        bucket_bytes: Bytes that a rank sums at a time; rank 0's value, or the server's, is used. It changes no bit of
-            the result.
+        bucket_bytes: Bytes that a rank sums at a time, at most 1 GiB; rank 0's value, or the server's, is used. It
+            changes no bit of the result.
         link: How bytes are sent. Between ranks that connect at an address: "tcp", "unix" or "shared_memory". With a
             process group, communicator or "mpi://" also "collectives": by the all-to-all that torch's backend or MPI
             has, without a socket, port or secret of ours. It sums the same bits, on the host, and a rank that does not

@@ -21,7 +21,7 @@ from gradengine.exchange.links.threads import thread_links
 from gradengine.exchange.mesh import GRACE_SECONDS, Meeting
 from gradengine.exchange.ordered_all_reduce import Find, Float32, OrderedAllReduce
 from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Pump
-from gradengine.exchange.shares import shares_of
+from gradengine.exchange.shares import MOST_BUCKET_BYTES, shares_of
 from gradengine.exchange.torch_group import DeviceCalls
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD
 from gradengine.kernels import HostKernels
@@ -93,7 +93,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     ) -> None:
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
-        self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4), clock
+        self._bucket_bytes, self._clock = whole_number("bucket_bytes", bucket_bytes, 4, MOST_BUCKET_BYTES), clock
         self._link, self.rank, self.world_size = link, link.rank, link.world_size
         self.url = link.url if isinstance(link, Meeting) else url
         self.shares_memory = isinstance(link, Meeting) and link.shares_memory

@@ -120,9 +120,8 @@ def read_world(environment: Mapping[str, str], rank: int | None = None, world_si
     launcher = launcher_of(environment)
     if launcher is None:
         if rank is None or world_size is None:
-            got = "a Slurm job without a step" if "SLURM_JOB_ID" in environment else "none of its variables"
             do = "start the ranks by torchrun, srun or mpiexec, or call connect(url, rank, world_size)"
-            raise CallerError("no launcher found", got=got, do=do)
+            raise CallerError("no launcher found", do=do)
         return World(_CALLER, *checked_rank(rank, world_size), None)
     size = _number(environment, launcher.world_size, 1, MOST_RANKS, world_size)
     place = _number(environment, launcher.rank, 0, size - 1, rank)

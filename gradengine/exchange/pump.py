@@ -25,7 +25,7 @@ logger = logging.getLogger("gradengine.exchange")
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 DEFAULT_JOIN_TIMEOUT = 60.0  # seconds
-_LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
+LOOK_SECONDS = 0.1  # until a rank that waits looks at the clock again
 _WARN_SECONDS = 10.0  # until the first warning; the next ones come after 20, 40, ...
 _PAUSE_SECONDS = 1.0  # a rank that waits looks ten times as often
 # Whoever waits for the rank at fault itself names it first, and the others hear that name before they give up: an owner
@@ -187,7 +187,7 @@ class Pump:
         self._failure = self._failure or PeerLost(f"rank {self._link.rank} has closed its pump", do=self._link.way_on)
         self._link.bell.ring()
         while self._turner not in {0, _thread.get_ident()}:  # it may be reading what the link has borrowed
-            self._news.wait(_LOOK_SECONDS)
+            self._news.wait(LOOK_SECONDS)
         self._turner = 0  # a call of this thread may have been interrupted
         self._end()
 
@@ -359,7 +359,7 @@ class Pump:
                 if was_late and is_late:
                     raise self._too_late(late(), seconds)
             # Before it gives up it sees what has come meanwhile.
-            self._move_or_wait(0.0 if is_late else min(seconds, _LOOK_SECONDS))
+            self._move_or_wait(0.0 if is_late else min(seconds, LOOK_SECONDS))
 
     def _refuse_another_call(self, work: OrderedAllReduce | Gather) -> None:
         """Raise an error if what is missing cannot come any more."""

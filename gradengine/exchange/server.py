@@ -21,14 +21,13 @@ from gradengine.exchange.links.link import Completion
 from gradengine.exchange.links.sockets import SocketLink
 from gradengine.exchange.mesh import Meeting
 from gradengine.exchange.ordered_all_reduce import OrderedAllReduce
-from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, Late, Patience, Pump
-from gradengine.exchange.shares import shares_of
+from gradengine.exchange.pump import DEFAULT_JOIN_TIMEOUT, DEFAULT_TIMEOUT, LOOK_SECONDS, Late, Patience, Pump
+from gradengine.exchange.shares import MOST_BUCKET_BYTES, shares_of
 from gradengine.exchange.tls import certificates_of
 from gradengine.kernels import HostKernels
 from gradengine.layout import Span
 
 DEFAULT_BUCKET_BYTES = 1 << 21  # of what a server sums at a time: four of them are in flight
-_LOOK_SECONDS = 0.1  # until a server that waits looks at the clock again
 
 
 @final
@@ -83,7 +82,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         self._secret, self._job, self._tls = secret, job, certificates_of(tls)
         self._timeout = checked_seconds("timeout", timeout)
         self._join_timeout = checked_seconds("join_timeout", join_timeout)
-        self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4)
+        self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 4, MOST_BUCKET_BYTES)
         self._most_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._is_closing = False
         self._ended: deque[BaseException | None] = deque(maxlen=1)  # the last group's error, until `serve` raises it
@@ -119,7 +118,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         self._waits_since = time.monotonic()
         try:
             while not (self._ended or self._is_closing):
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)
         finally:
             self._waits_since = math.inf
         if self._is_closing:
@@ -205,7 +204,7 @@ class Hub(Pump):
             while not (is_closing() or self._is_over()):
                 if not self._turn():
                     self._refuse_late()
-                    self.ranks.bell.wait(min(self._timeout, _LOOK_SECONDS))
+                    self.ranks.bell.wait(min(self._timeout, LOOK_SECONDS))
         finally:
             self.ranks.close()
 

@@ -17,6 +17,7 @@ from gradengine.layout.slots import ALIGNMENT
 
 PlacedChunk: TypeAlias = tuple[int, int, int]  # start and stop in the arena, index among the layout's partial sums
 
+MOST_BUCKET_BYTES = 1 << 30  # a share of that and a chunk fits a message of less than 4 GiB
 MOST_SHARES = 1 << 18  # six tags each: below 2**21, which every MPI library has
 _LEAST_SHARE = 1 << 14  # elements, 64 KB: of smaller shares messages cost more than the balance between owners gains
 

@@ -16,7 +16,6 @@ from xxhash import xxh3_64_intdigest
 from gradengine.errors import ProtocolError
 
 VERSION = 5
-MAX_PAYLOAD = (1 << 32) - 1  # bytes
 MAX_SMALL_PAYLOAD = 1 << 20  # bytes of a list of ranks, and of what is gathered; as msgpack it takes 100 MB at most
 
 _HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow

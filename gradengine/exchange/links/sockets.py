@@ -21,10 +21,10 @@ from typing import Any, final
 
 import numpy as np
 
-from gradengine.errors import CallerError, PeerLost, ProtocolError
+from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, VANISHED_SECONDS, Completion, Link, Memory
 from gradengine.exchange.tls import reason_of
-from gradengine.exchange.wire import HEAD_BYTES, MAX_PAYLOAD, checksum, head, head_of
+from gradengine.exchange.wire import HEAD_BYTES, checksum, head, head_of
 from gradengine.threads import Bell
 
 _FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
@@ -69,9 +69,6 @@ class SocketLink(Link):
         _links.add(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
-        if memory.nbytes > MAX_PAYLOAD:
-            what, do = "one message is too long for a link over sockets", "use a smaller bucket_bytes"
-            raise CallerError(what, got=f"{memory.nbytes} bytes", expected=f"at most {MAX_PAYLOAD}", do=do)
         with self._lock:
             self._queue(Completion(SEND, peer, tag), memory)
 

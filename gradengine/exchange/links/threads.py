@@ -34,8 +34,7 @@ def thread_links(world_size: int) -> list[ThreadLink]:
     _, world_size = checked_rank(0, world_size)
     lock = threading.RLock()
     links: list[ThreadLink] = []
-    for rank in range(world_size):
-        links.append(ThreadLink(links, rank, world_size, lock))
+    links += [ThreadLink(links, rank, world_size, lock) for rank in range(world_size)]
     return [*links]
 
 
