@@ -17,7 +17,7 @@ from interrupts import interrupted_at, places_of
 from test_arrays_shared import descriptors
 from transports import HAS_SHARED_MEMORY, SOCKET_LINKS, Lending, outcomes, shared, tcp_pair, until
 
-from gradengine.errors import CallerError, PeerLost, ProtocolError
+from gradengine.errors import PeerLost, ProtocolError
 from gradengine.exchange import wire
 from gradengine.exchange.links import threads
 from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND

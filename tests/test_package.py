@@ -86,7 +86,7 @@ def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
         )
     without = run(empty / "gradengine", "demo", cwd=tmp_path)
     assert (without.returncode, without.stdout) == (2, "")
-    extra = re.fullmatch(r"gradengine: the command line needs typer, .*: pip install '(.*)'\n", without.stderr)
+    extra = re.fullmatch(r"gradengine: typer is not installed: pip install '(.*)'\n", without.stderr)
     assert extra, without.seen
     printed(empty / "pip", "install", extra.group(1), "pytest", cwd=tmp_path)
     assert not {"matplotlib", "torch", "jax"} & installed(empty)

@@ -149,9 +149,9 @@ def gathered(parts: Sequence[bytes]) -> list[Any]:
             raise ProtocolError(f"what rank {rank} tells has no name", got=found, expected="[text, facts]")
         told.append(found)
         if found[0] != told[0][0]:
-            what, expected = f"rank {rank} is out of sync with rank 0", f"its {told[0][0]}"
+            what, expected = f"rank {rank} is out of sync with rank 0", said(told[0][0])
             do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
-            raise ExchangeError(what, got=f"its {found[0]}", expected=expected, do=do)
+            raise ExchangeError(what, got=said(found[0]), expected=expected, do=do)
     return [facts for _, facts in told]
 
 

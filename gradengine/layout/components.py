@@ -115,7 +115,8 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     if is_module:
         pairs, kind = module.named_parameters(), getattr(torch, "Tensor", ())
     else:  # the items of another collection are no parameters
-        pairs = enumerate(module if isinstance(module, Iterable) else [None])
+        is_list = isinstance(module, Iterable) and not hasattr(module, "shape")
+        pairs = enumerate(module if is_list else [None])
         kind = getattr(getattr(torch, "nn", None), "Parameter", ())
     for name, parameter in pairs:
         if not isinstance(parameter, kind):
