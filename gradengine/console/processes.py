@@ -22,8 +22,6 @@ from typing import Any, TypeAlias, final
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 
-__all__ = ["Job", "ProcessPool", "interrupts_blocked"]
-
 Job: TypeAlias = Callable[..., Any]  # picklable; called with report=, a function that reports from any thread
 
 _DEADLINE_SECONDS = 120.0

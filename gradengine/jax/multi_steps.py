@@ -203,10 +203,8 @@ class _MultiSteps:
 
 def _refuse_traced(*given: Any) -> None:
     if any(isinstance(value, jax.core.Tracer) for value in given):
-        raise CallerError(
-            "update() of multi_steps is traced by JAX, and an engine is not called under jax.jit",
-            do="call it outside; jit the function of the gradients, and optax.apply_updates",
-        )
+        what = "update() of multi_steps is traced by JAX, and an engine is not called under jax.jit"
+        raise CallerError(what, do="call it outside; jit the function of the gradients, and optax.apply_updates")
 
 
 def _unboxed(name: str) -> str:
