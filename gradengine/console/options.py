@@ -53,7 +53,7 @@ def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def writable_json(path: Path | None) -> Path | None:
-    """The path given by --json, made before anything is run; raises `CallerError` if it cannot be written."""
+    """Make the file given by --json before anything is run; raises `CallerError` if it cannot be written."""
     if path is not None and path != STDOUT:
         save(path, "--json", _touch)
     return path

@@ -104,7 +104,7 @@ class Attached(AbstractContextManager["Attached"]):
         _live.add(self)
 
     def _made_hooks(self) -> ExitStack:
-        """Register the hooks; returns what removes them.
+        """Register the hooks, and return what removes them.
 
         They hold a weak reference: torch shows the garbage collector no hooks, and a parameter would keep itself alive.
         """
@@ -242,7 +242,7 @@ class Attached(AbstractContextManager["Attached"]):
     # ---- in backward ----
 
     def _begun(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
-        """A micro-batch of the engine, after one that did not finish; note the scale as a window begins."""
+        """Make a micro-batch, and forget one that did not finish; note the scaler's version as a window begins."""
         self._drop_unfinished()
         if self._scaler is not None and not self._engine.has_open_window:
             self._scale_version = self._scaler._scale._version
@@ -347,7 +347,7 @@ class Attached(AbstractContextManager["Attached"]):
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
     def _scale_of(self, scaler: Any, *, unscale: bool) -> float | None:
-        """The scale of the window's losses; None without a scaler, or if it is not enabled."""
+        """Return the scale of the window's losses; None without a scaler, or if it is not enabled."""
         if scaler is None:
             return None
         refuse_lacking("scaler", scaler, ("is_enabled", "get_scale", "unscale_", "update"))

@@ -98,7 +98,7 @@ def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
 
 
 def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """The gradient without its graph, its dimensions in memory order."""
+    """Return the gradient without its graph, its dimensions in memory order."""
     plain = gradient.detach() if gradient.requires_grad else gradient
     if type(plain) is not torch.Tensor:
         what = f"component '{name}' is a tensor subclass, whose memory may not hold its values"
@@ -108,7 +108,7 @@ def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
-    """The error of a clip, which is outside of any step and window."""
+    """Return the error that names the first bad element; no step and no window has it."""
     bad = {name: ~torch.isfinite(gradient).flatten() for name, gradient in gradients.items()}
     name = next(name for name, elements in bad.items() if elements.any())
     index = int(bad[name].nonzero()[0])

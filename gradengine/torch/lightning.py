@@ -54,7 +54,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         self._fit = ExitStack()  # undoes at the end of a fit what its start did
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop the window that an interrupted run left, before a checkpoint is loaded."""
+        """Drop the window that an interrupted run left; a checkpoint is loaded after this."""
         self._engine.discard()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
