@@ -54,7 +54,7 @@ class ThreadLink(Link):
 
     def __init__(self, links: list[ThreadLink], rank: int, world_size: int, lock: threading.RLock) -> None:
         self._links, self.rank, self.world_size, self._lock = links, rank, world_size, lock
-        self.bell, self._polling = Bell(), threading.RLock()  # the second is held while this rank's memory is written
+        self.bell, self._poll_lock = Bell(), threading.RLock()  # the second is held while this rank's memory is written
         self._open: dict[Completion, Memory | None] = {}  # None where memory is to be borrowed
         self._matched: deque[tuple[int, int]] = deque()  # ranks and tags of receives whose sends are open too
         self._borrowed: dict[tuple[int, int], Memory] = {}
@@ -81,7 +81,7 @@ class ThreadLink(Link):
             self._links[peer]._end(Completion(SEND, self.rank, tag))
 
     def poll(self) -> list[Completion]:
-        with self._polling:
+        with self._poll_lock:
             with self._lock:
                 self.refuse_closed()
                 copy = self._next()
@@ -104,7 +104,7 @@ class ThreadLink(Link):
             self._open, self._matched, self._borrowed, self._over = {}, deque(), {}, []
             for link in self._links:
                 link.bell.ring()
-        with self._polling:  # a copy may be under way
+        with self._poll_lock:  # a copy may be under way
             pass
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
