@@ -117,24 +117,24 @@ def kept_interrupt(at, call):
 
 
 @contextlib.contextmanager
-def signalled(seconds, times=1):
-    """In this, the main thread, raise KeyboardInterrupt in so many seconds, and then at short intervals, up to `times`.
+def signalled(seconds):
+    """In this, the main thread, raise KeyboardInterrupt once, in so many seconds.
 
     Only within the package, so that the test itself is not what is interrupted. (SIGUSR1 of a thread, as pytest-timeout
     has the alarm clock.)
     """
-    left, over = [times], threading.Event()
+    over = threading.Event()
 
     def interrupt(number, frame):
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
-        if left[0] and frame is not None:
-            left[0] -= 1
+        if frame is not None and not over.is_set():
+            over.set()
             raise KeyboardInterrupt
 
     def send():
         time.sleep(seconds)
-        while left[0] and not over.is_set():
+        while not over.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(2e-5)
 
@@ -146,7 +146,6 @@ def signalled(seconds, times=1):
     try:
         yield
     finally:
-        left[0] = 0
         over.set()
         sender.join()
         sys.setswitchinterval(switches)

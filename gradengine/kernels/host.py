@@ -303,14 +303,10 @@ def _distance(first: Values, second: Values) -> int:
 def _fold_piece_of(fold: FoldPass) -> Callable[[_Piece], None]:
     """The function that folds a piece of the targets."""
     # fp32 of weight 1, as most are, is a NumPy call for each target and micro-batch, and no function of ours.
-    first, plain = int(np.count_nonzero(fold.overwrite)), []
-    for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
-        if contribution.fp32 is None or weight != 1:
-            break
-        plain.append(contribution.fp32)
-    else:
-        if first in (0, len(fold.overwrite)):
-            return partial(_add_piece, plain, first)
+    first, pairs = int(np.count_nonzero(fold.overwrite)), zip(fold.contributions, fold.weights, strict=True)
+    plain = [fp32 for contribution, weight in pairs if weight == 1 and (fp32 := contribution.fp32) is not None]
+    if len(plain) == len(fold.contributions) and first in (0, len(fold.overwrite)):
+        return partial(_add_piece, plain, first)
     return partial(_fold_piece, _terms_of(fold), fold.overwrite)
 
 

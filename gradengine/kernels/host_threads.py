@@ -53,14 +53,12 @@ def _quota_of(group: Path) -> float:
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
     """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
 
-    When this returns or raises, no thread works on these tasks any more; after a second Ctrl-C each may end the one
-    that it works on. A helper that never began is not waited for. Where the process can have no more threads, the
-    caller does all of it.
+    When this returns or raises, no thread works on these tasks any more, unless Ctrl-C came twice in a
+    millisecond. A helper that never began is not waited for. Without room for a thread the caller does all of it.
     """
-    waiting = deque(tasks)  # a deque's operations are atomic
-    begun: list[object] = []
+    waiting, begun, ended = deque(tasks), deque[None](), deque[None]()  # a deque's operations are atomic
     faults: list[BaseException] = []
-    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+    news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a helper has ended
 
     def drain() -> None:
         # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
@@ -73,27 +71,34 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
                 work(task)
 
     def drain_beside() -> None:
-        me = object()
-        begun.append(me)  # before the first task is taken: the caller empties `waiting`, then waits for all that began
+        begun.append(
+            None
+        )  # before the first task is taken: the caller empties `waiting`, then waits for all that began
         try:
             drain()
         except BaseException as fault:  # noqa: BLE001  (the caller raises it)
             faults.append(fault)
             waiting.clear()
         finally:
-            ended.put(me)
+            ended.append(None)
+            news.put(None)
+
+    def end() -> None:
+        waiting.clear()
+        while len(ended) < len(begun):
+            news.get()
 
     try:
-        with contextlib.suppress(RuntimeError):  # no new thread
-            calls = _calls_of_pool(threads)
-            for _ in range(helpers):
-                calls.put(drain_beside)
-        drain()
+        try:
+            with contextlib.suppress(RuntimeError):  # no new thread
+                calls = _calls_of_pool(threads)
+                for _ in range(helpers):
+                    calls.put(drain_beside)
+            drain()
+        finally:
+            end()
     finally:
-        waiting.clear()
-        working = set(begun)
-        while working:
-            working.discard(ended.get())
+        end()  # the first one may be what Ctrl-C interrupted
     if faults:
         raise faults[0]
 
