@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,11 @@ from gradengine.arguments import whole_number
 from gradengine.arrays.buffer import Array, Buffer
 from gradengine.arrays.host import address_of
 from gradengine.kernels.arena import CHUNK, Arena, Chunk, PartialSums, chunks_of, pieces_of
-from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar, decide
+from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide
 from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import Product, Values, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.layout.slots import Span
 
@@ -139,17 +138,7 @@ class HostKernels(Kernels):
             first = partials.first[position]
             partials.values[first : first + partials.counts[position]] = 0
 
-    def finalise(
-        self,
-        arena: Arena,
-        plan: ClipPlan,
-        divisor: float,
-        *,
-        zero_if_bad: bool,
-        step: int = 0,
-        weight: Scalar = None,
-        loss_scale: LossScale | None = None,
-    ) -> Decision:
+    def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, **on_gpu: Any) -> Decision:
         return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
 
     def hand_back(
@@ -237,9 +226,7 @@ class HostKernels(Kernels):
 
 def _indices_of(chunks: Sequence[Chunk], partials: PartialSums) -> npt.NDArray[np.intp] | None:
     """The indices of the chunks' partial sums; None for all, in order."""
-    if chunks is partials.all_chunks or chunks == partials.all_chunks:
-        return None
-    return np.array([index for _, index, _, _ in chunks], np.intp)
+    return None if chunks == partials.all_chunks else np.array([index for _, index, _, _ in chunks], np.intp)
 
 
 def _to_be_summed(target: Buffer, start: int, stop: int) -> Values:
