@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from functools import cached_property as cached_property  # noqa: PLC0414  (imported from here)
 
 
 class Bell:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -30,7 +30,6 @@ from gradengine.errors import WindowError, not_copied
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
 from gradengine.layout import GradientLayout, Slot, Span, refuse_no_layout
-from gradengine.threads import cached_property
 
 
 class PerBlockGradientAccumulator:

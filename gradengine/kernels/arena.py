@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ from gradengine.kernels.device import Order
 from gradengine.kernels.host_sums import ChunkSums
 from gradengine.kernels.operands import Destinations
 from gradengine.layout.slots import Span
-from gradengine.threads import cached_property
 
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.errors import WindowError
-from gradengine.threads import cached_property
 
 SMALLEST_FACTOR = 2.0**-126  # fp32's smallest normal number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from gradengine.arrays.dtypes import DTYPES
 from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.layout.slots import Span
-from gradengine.threads import cached_property
 
 ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
 OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, get_args
 
 import msgpack
@@ -16,7 +17,6 @@ from gradengine.layout.components import named_components, refuse_unsupported
 from gradengine.layout.shards import TENSOR_PARALLEL, Partition, Shape
 from gradengine.layout.slots import Order, Slot, Span, refuse_bad_slots, spans_of
 from gradengine.layout.tensor_parallel import TensorParallelConfig
-from gradengine.threads import cached_property
 
 BLOCK_COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")

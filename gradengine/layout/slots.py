@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from gradengine.arguments import said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
-from gradengine.threads import cached_property
 
 _MOST_DIGITS = 18  # in a block's number
 Order: TypeAlias = tuple[int, ...]  # the parameter's dimensions, as they follow each other in memory

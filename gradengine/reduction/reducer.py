@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar, cast, final
 
 import numpy as np
@@ -26,7 +27,6 @@ from gradengine.kernels.arena import PartialSums
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
 from gradengine.reduction.stats import Finding, Scale, StepStats, TensorParallelGroup, agree
-from gradengine.threads import cached_property
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
 
