@@ -98,7 +98,7 @@ class Window:
 
     def refuse_lagging(self, slots: Sequence[Slot]) -> None:
         """Raise `WindowError` if a component has fewer micro-batches than another."""
-        lagging = np.flatnonzero(self.counts < len(self.weights)).tolist()
+        lagging = [] if self._is_even else np.flatnonzero(self.counts < len(self.weights)).tolist()
         if lagging:
             raise WindowError(
                 f"component '{slots[lagging[0]].name}'{and_more(lagging)} lacks part of the window",
