@@ -131,9 +131,3 @@ class TestRefused:
         with nothing_is_launched(backend), pytest.raises(CallerError, match="a divisor"):
             block.scale(divisor)
         assert_holds(block, BLOCK.slots, gradients)
-
-    def test_another_blocks_targets(self, backend):
-        arena = PerBlockGradientAccumulator(LAYOUT, backend.kernels).arena
-        with pytest.raises(LayoutMismatch) as refusal:
-            BlockGradientSet(BLOCK, backend.kernels, arena)
-        assert (refusal.value.got, refusal.value.expected) == ("(2, 8, 4, 4)", "(8, 4, 4)")

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_order, matched_views
-from gradengine.arguments import as_float, out_of_range, refuse_other_kind, said
+from gradengine.arguments import as_float, out_of_range, refuse_other_kind
 from gradengine.arrays.buffer import Buffer
 from gradengine.errors import BufferRefused, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, Contribution, FoldPass, Kernels, kernels_for
@@ -29,9 +29,6 @@ class BlockGradientSet:
         arena: The layout's arena, of which the block is a part; by default zeroed memory of the block's own.
         slots: The positions of the block's components among the arena's targets, in order; by default all.
         writing: Makes the context in which the block is written to, or raises; by default it only orders the work.
-
-    Raises:
-        LayoutMismatch: The arena's targets at `slots` have other sizes than the block's components.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -62,11 +59,6 @@ class BlockGradientSet:
             self._arena = arena
         self._slots, self._writing = slots or self._arena.whole, writing or self._arena.in_order
         self._targets = [self._arena.targets[position] for position in self._slots.positions]
-        sizes = tuple([target.size for target in self._targets])
-        if sizes != self.component_sizes:
-            raise LayoutMismatch(
-                f"{block.called} is given other targets", got=said(sizes), expected=said(self.component_sizes)
-            )
         if arena is None:
             self.zero()
 
