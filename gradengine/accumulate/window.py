@@ -184,9 +184,10 @@ class Window:
 
     def folded(self, fold: FoldPass, *, measured: bool = False) -> None:
         """Note that a pass was written to memory, and whether it was measured."""
-        self.filled[fold.given] = True
+        given = fold.given
+        self.filled[given] = True
         if measured:
-            self.measured[fold.given] = True
+            self.measured[given] = True
         if fold.slots in self._held:
             for contribution, _ in self._held.pop(fold.slots):
                 self._addresses.difference_update(_untagged(contribution))
