@@ -154,7 +154,7 @@ class HostKernels(Kernels):
             self._scale_in_place(arena.memory.data, decision.factors[0])
         else:
             factors = [decision.factors[group] for group in plan.groups]
-            self._scale(arena.targets, factors, arena.targets, arena.partials.pieces)
+            self._scale(arena.targets, factors, arena.targets, arena.partials.pieces, are_finite=decision.bad == ())
 
     def _scale_in_place(self, memory: Values, factor: np.float32) -> None:
         """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
@@ -175,6 +175,8 @@ class HostKernels(Kernels):
         factors: Sequence[np.float32],
         destinations: Sequence[Buffer],
         pieces: Sequence[Sequence[Chunk]] | None = None,
+        *,
+        are_finite: bool = False,
     ) -> None:
         if pieces is None:
             pieces = pieces_of([(n, *chunk) for n, source in enumerate(sources) for chunk in chunks_of(source.size)])
@@ -196,7 +198,7 @@ class HostKernels(Kernels):
                 else:
                     _scale(_widened(here, source.dtype), factor, there, destination.dtype)
             for factor, pairs in narrow.items():
-                _scale_bfloat16(pairs, factor, has_ties=factor not in tieless)
+                _scale_bfloat16(pairs, factor, has_ties=factor not in tieless, is_finite=are_finite)
 
         if factors.count(np.float32(1)) < len(factors) or sources is not destinations:
             self._run(scale_piece, pieces, _to_share(itertools.chain.from_iterable(pieces), _LEAST_FOLDED))
@@ -401,24 +403,24 @@ def _scale(values: Values, factor: np.float32, destination: Array, dtype: str) -
         np.multiply(values, factor, out=destination)
 
 
-def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, *, has_ties: bool) -> None:
+def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, **known: bool) -> None:
     """Scale bf16 sources to bf16 destinations of one factor; several small ones are joined, and take no more calls."""
     sources, destinations = zip(*pairs, strict=True)
     if len(pairs) == 1:
-        _scale_words(sources[0], factor, destinations[0], has_ties=has_ties)
+        _scale_words(sources[0], factor, destinations[0], **known)
         return
     ends = list(itertools.accumulate([source.size for source in sources], initial=0))
     joined = np.concatenate(sources, out=_scratch()[1].view(np.uint16)[: ends[-1]])
-    _scale_words(joined, factor, joined, has_ties=has_ties)
+    _scale_words(joined, factor, joined, **known)
     for destination, start, stop in zip(destinations, ends, ends[1:], strict=False):
         destination[...] = joined[start:stop]
 
 
-def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_ties: bool) -> None:
+def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_ties: bool, is_finite: bool) -> None:
     """Scale bf16 in words of two values, which is half the work of widening and rounding each."""
     wide = _widened_in_any_order(source)
     np.multiply(wide, factor, out=wide)
-    if np.isnan(wide.max()):
+    if not is_finite and np.isnan(wide.max()):
         _scale(_widened(source, "bfloat16"), factor, destination, "bfloat16")
         return
     bits, count = wide.view(np.uint32), source.size // 2
