@@ -28,9 +28,8 @@ from transports import (
     until,
 )
 
-from gradengine.arrays import shared as shared_module
 from gradengine.arrays.shared import place_of, shared_array
-from gradengine.errors import DeviceUnavailable, ExchangeError, PeerLost, ProtocolError
+from gradengine.errors import ExchangeError, PeerLost, ProtocolError
 from gradengine.exchange import wire
 from gradengine.exchange.exchange import Exchange
 from gradengine.exchange.links import shared_memory
@@ -313,12 +312,6 @@ def test_what_another_rank_lends_stays_as_long_as_it_is_borrowed(stranger):
     theirs.close()
     link.close()
     assert borrowed.sum() == 4950
-
-
-def test_a_system_without_such_memory_is_named(monkeypatch):
-    monkeypatch.delattr(shared_module.os, "memfd_create")
-    with pytest.raises(DeviceUnavailable, match="shared memory needs Linux"):
-        SharedMemoryLink(0, {})
 
 
 # ---- who leaves ----

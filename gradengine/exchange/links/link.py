@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
@@ -74,6 +74,7 @@ class Link(ABC):
     has_failed: bool = False
     way_on: str = "reconnect on all ranks"
     is_closed: bool = False
+    _borrowed: Mapping[tuple[int, int], Memory] = {}  # by rank and tag
     unwritten: Sequence[Completion] = ()
 
     @abstractmethod
@@ -94,7 +95,7 @@ class Link(ABC):
 
     def borrowed(self, peer: int, tag: int) -> Memory | None:
         """The memory that was borrowed from a rank with this tag, to be read until `release`; None if none was."""
-        return None
+        return self._borrowed.get((peer, tag))
 
     def release(self, peer: int, tag: int) -> None:
         """End the reading of memory that was borrowed from a rank with this tag.

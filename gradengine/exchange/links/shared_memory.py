@@ -24,7 +24,7 @@ from typing import Any, final
 
 import numpy as np
 
-from gradengine.arrays.shared import SharedMemory, mapped, place_of, refuse_without_shared_memory
+from gradengine.arrays.shared import SharedMemory, mapped, place_of
 from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, Completion, Memory
 from gradengine.exchange.links.sockets import EMPTY, Connection, SocketLink
@@ -41,16 +41,12 @@ class SharedMemoryLink(SocketLink):
     Args:
         rank: This rank.
         connections: For each other rank one connected Unix socket; closed with the link.
-
-    Raises:
-        DeviceUnavailable: This system has no shared memory of this kind.
     """
 
     reads_in_place = True
     _tags = range(1 << 24)
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
-        refuse_without_shared_memory()
         self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # by rank and tag, until it is released
         self._borrowed: dict[tuple[int, int], Memory] = {}
         self._copied: set[Completion] = set()  # what says so, until it is sent
@@ -86,9 +82,6 @@ class SharedMemoryLink(SocketLink):
 
     def borrow(self, peer: int, tag: int) -> None:
         super().receive(peer, tag | _LENT, np.empty(_PLACE.size, np.uint8))
-
-    def borrowed(self, peer: int, tag: int) -> Memory | None:
-        return self._borrowed.get((peer, tag))
 
     def release(self, peer: int, tag: int) -> None:
         with self._lock:

@@ -69,9 +69,6 @@ class ThreadLink(Link):
     def borrow(self, peer: int, tag: int) -> None:
         self._begin(Completion(RECEIVE, peer, tag), None)
 
-    def borrowed(self, peer: int, tag: int) -> Memory | None:
-        return self._borrowed.get((peer, tag))
-
     def release(self, peer: int, tag: int) -> None:
         with self._lock:
             self.refuse_closed()
