@@ -321,7 +321,7 @@ class TestStreamsOfInterfaces:
     """What numba and others say of the stream that they work on."""
 
     @pytest.mark.parametrize(
-        "said", [{"version": 2}, *({"version": 3, "stream": stream} for stream in (None, 0, 1, 2))], ids=str
+        "said", [{"version": 2}, *({"version": 3, "stream": stream} for stream in (None, 0, 1))], ids=str
     )
     def test_by_number_or_not_at_all(self, device, said):
         source = Interface(device.put(np.full(7, 3, np.float32)))
