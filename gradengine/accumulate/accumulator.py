@@ -23,7 +23,7 @@ from gradengine.accumulate.groups import Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
-from gradengine.arguments import truth_value, whole_number
+from gradengine.arguments import whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import WindowError, not_copied
@@ -337,9 +337,9 @@ class PerBlockGradientAccumulator:
         """Measure every squared sum again before the next step, since the arena may have been written to."""
         self._window.measured[:] = False
 
-    def flush(self, slots: Sequence[Slot]) -> None:
-        """Fold what is held for these slots, so that they may be read; zeros where nothing was added yet."""
-        self._flush(Span.of(slots, "these"))
+    def flush(self, span: Span | None = None) -> None:
+        """Fold what is held for a span, or all, so that it may be read; zeros where nothing was added yet."""
+        self._flush(span or self._all)
 
     def target_of(self, slot: Slot) -> Buffer:
         """A slot's part of the arena."""
@@ -467,8 +467,7 @@ class PerBlockGradientAccumulator:
         measure: bool,
         prefix: str = "",
     ) -> None:
-        added = self.state.ask(call)
-        scalar, measure = checked_weight(weight), truth_value("measure", measure)
+        added, scalar = self.state.ask(call), checked_weight(weight)
         sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))
@@ -477,10 +476,11 @@ class PerBlockGradientAccumulator:
         if self.hold > 1:
             self._hold(contribution, scalar, added, measure=measure)
             return
-        with self.changing(added):
-            self._window.count(contribution, scalar, is_coming=added is State.COMING)
-            is_first = ~self._window.filled[span.where]
-            self._fold([FoldPass(span, is_first, [contribution], [scalar])], measure=measure)
+        self.state.write()
+        self._window.count(contribution, scalar, is_coming=added is State.COMING)
+        is_first = ~self._window.filled[span.where]
+        self._fold([FoldPass(span, is_first, [contribution], [scalar])], measure=measure)
+        self.state.now = added
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, span = self._window, contribution.slots
@@ -489,13 +489,14 @@ class PerBlockGradientAccumulator:
         is_apart = window.held_with(span) not in ([], [span])  # they came in other parts before
         if is_full or is_apart:
             self._before_fold(span)
-        with self.changing(added):
-            if is_apart:
-                self._fold(window.held_passes(span), measure=False)
-            window.count(contribution, weight, is_coming=added is State.COMING)
-            window.hold(contribution, weight)
-            if is_full:
-                self._fold(window.held_passes(span), measure=measure)
+        self.state.write()
+        if is_apart:
+            self._fold(window.held_passes(span), measure=False)
+        window.count(contribution, weight, is_coming=added is State.COMING)
+        window.hold(contribution, weight)
+        if is_full:
+            self._fold(window.held_passes(span), measure=measure)
+        self.state.now = added
 
     def _flush(self, span: Span, over: State | None = None, *, measure: bool = False) -> None:
         """Fold what is held and zero what got nothing; for a view, or for a call that ends in the state `over`."""

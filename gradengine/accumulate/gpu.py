@@ -11,7 +11,7 @@ from gradengine.accumulate.destinations import destinations_of
 from gradengine.accumulate.gradients import Gradients, in_slot_order
 from gradengine.errors import CallerError
 from gradengine.kernels import DeviceLike, HostKernels, kernels_for
-from gradengine.layout import GradientLayout, Slot, refuse_no_layout
+from gradengine.layout import GradientLayout, Span, refuse_no_layout
 
 
 @final
@@ -78,7 +78,7 @@ class GpuGradientAccumulator(PerBlockGradientAccumulator):
             BufferRefused: A buffer cannot be written in place, or two share memory.
         """
         block = self.layout.block(index)
-        self._copy(block.slots, workspace, f"the workspace of {block.called}", f"{block.name}.")
+        self._copy(block, workspace, f"the workspace of {block.called}", f"{block.name}.")
 
     def copy_non_block_to(self, name: str | int, destination: object) -> None:
         """Queue a copy of the current sum of one component outside the blocks to a buffer on the device, in its dtype.
@@ -88,12 +88,12 @@ class GpuGradientAccumulator(PerBlockGradientAccumulator):
             BufferRefused: The buffer cannot be written in place.
         """
         span = self.layout.non_block_span(name)
-        self._copy(span.slots, [destination], span.called)
+        self._copy(span, [destination], span.called)
 
-    def _copy(self, slots: tuple[Slot, ...], workspace: Gradients, where: str, prefix: str = "") -> None:
-        ordered = in_slot_order(slots, workspace, where, prefix)
-        destinations = destinations_of(slots, self.kernels.device, self.memory, ordered, where)
-        wanted = [slots[position] for position in destinations]
-        self.flush(wanted)  # and be behind all that was queued, whatever the stream
+    def _copy(self, span: Span, workspace: Gradients, where: str, prefix: str = "") -> None:
+        ordered = in_slot_order(span.slots, workspace, where, prefix)
+        destinations = destinations_of(span.slots, self.kernels.device, self.memory, ordered, where)
+        self.flush(span)  # after all that was queued, whatever the stream
+        sums = [self.target_of(span.slots[position]) for position in destinations]
         with self.arena.in_order():
-            self.kernels.scale([*map(self.target_of, wanted)], np.float32(1), [*destinations.values()])
+            self.kernels.scale(sums, np.float32(1), [*destinations.values()])

@@ -256,6 +256,11 @@ class StepState:
             raise answer.error({**way_out, **({} if facts is None else facts())})
         return answer
 
+    def write(self) -> None:
+        """Note that the step's memory is written from now on: until the caller sets another state it is BROKEN."""
+        self.changes += 1
+        self.now = State.BROKEN
+
     def refuse_bare_step(self, facts: Callable[[], Facts]) -> None:
         """Raise `WindowError` for a step whose gradients nobody would take, or that lacks its hooks' gradients."""
         if self.hooks is not None and self.hooks.alive:
@@ -286,8 +291,7 @@ class Changing(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._order.__enter__()
-        self._state.changes += 1
-        self._state.now = State.BROKEN
+        self._state.write()
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

@@ -339,9 +339,9 @@ class GradientEngine:
             elif not isinstance(fault, GradientError):  # a signal handler's, perhaps in the middle of a sum
                 state.now = State.BROKEN
             raise
-        state.now = State.BROKEN  # until the next window is open: what is handed back is not a sum any more
+        state.write()  # until the next window is open: what is handed back is not a sum any more
         if not deferred:
-            with accumulator.changing(State.BROKEN) if destinations is None else accumulator.arena.in_order():
+            with accumulator.arena.in_order():
                 self._kernels.hand_back(accumulator.arena, decision, self._plan, destinations)
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
         result = StepResult(

@@ -73,7 +73,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             raise WindowError(what, got=f"weight {self._weight}", expected="1", do=do)
         if not self._is_coming:
             self._begin()
-        self._accumulator.flush(self._layout.slots)
+        self._accumulator.flush()
 
     @whole
     def note_added(self, name: str) -> None:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +109,7 @@ class Arena:
     targets: tuple[Buffer, ...]  # fp32, to be summed into; or, to be clipped, a caller's own of any dtype
     partials: PartialSums
     memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
-    prepared: WeakKeyDictionary[Span, Any] = field(default_factory=WeakKeyDictionary)  # by a device's kernels
+    prepared: dict[Span, Any] = field(default_factory=dict)  # by a device's kernels
 
     @cached_property
     def whole(self) -> Span:

@@ -111,7 +111,7 @@ class FoldPass:
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
 
-    @cached_property
+    @property
     def present(self) -> npt.NDArray[np.bool_]:
         """Flags of the targets that get a gradient from any of the micro-batches."""
         if len(self.contributions) == 1:
