@@ -15,6 +15,9 @@ class Tensor:
     _version = 0
     _base = None
 
+    def untyped_storage(self):
+        return self.array
+
     def __init__(self, array, **change):
         self.array, self.layout, self.device = array, "strided", SimpleNamespace(type="cuda", index=array.device.id)
         self.dtype, self.shape = f"torch.{array.dtype.name}", array.shape

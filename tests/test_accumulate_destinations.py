@@ -1,4 +1,4 @@
-"""Destinations are checked once, and known again only while they are the same at the same place."""
+"""Destinations are checked once, and those of the same form are written where they lie."""
 
 import gc
 import sys

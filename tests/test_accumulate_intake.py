@@ -161,6 +161,8 @@ def test_pointers_are_known_again(device, lookup, arrivals):
     for _ in range(3):
         arrivals.contribution(WHOLE, pointing)
     assert lookup.looked == 2
+    arrivals.contribution(WHOLE, [raw(device.kernels.device.view(array, "w")) for array in arrays_of(device)])
+    assert lookup.looked == 4  # only a check finds out what lies at another address
 
 
 @pytest.mark.parametrize("wraps_ours", [False, True])

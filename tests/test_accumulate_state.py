@@ -332,3 +332,10 @@ def test_what_has_left_for_other_workers_is_not_changed_behind_the_engine():
         return [array.tolist() for array in engine.step().gradients.values()]
 
     assert on_ranks(handed_back, 2) == [[[2.5] * 3, [2.5] * 2]] * 2
+
+
+def test_a_broken_step_shows_no_views():
+    engine = GradientEngine(LAYOUT)
+    engine.accumulator.state.now = State.BROKEN
+    with pytest.raises(WindowError, match="is broken"):
+        engine.accumulator.views()

@@ -138,6 +138,25 @@ class TestUse:
             with pytest.raises(BufferRefused, match="own arena"):
                 engine.add(views)
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # NumPy would rather have views
+    def test_a_held_array_is_read_as_it_was_passed(self):
+        engine = GradientEngine(GradientLayout.of([(8,)]), hold=2)
+        for change in ({"shape": (2, 4)}, {"dtype": np.int32}, {}):
+            held = np.ones(8, np.float32)
+            engine.add([held])
+            for name, value in change.items():
+                setattr(held, name, value)
+            assert engine.step(deferred=True).sums["0"].tolist() == [1] * 8
+
+    def test_a_held_tensor_s_memory_is_kept(self):
+        torch = pytest.importorskip("torch")
+        engine = GradientEngine(GradientLayout.of([(300_000,)]), hold=2)
+        for _ in range(2):
+            held = torch.ones(300_000)
+            engine.add([held])
+            held.data = torch.zeros(1)
+            assert set(engine.step(deferred=True).sums["0"].tolist()) == {1}
+
     @pytest.mark.parametrize("hold", [1, 2])
     def test_an_array_with_gaps_or_of_another_shape_is_refused_though_one_of_its_shape_was_taken(self, hold):
         engine, given = GradientEngine(LAYOUT, hold=hold), arrays()

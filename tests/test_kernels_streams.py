@@ -394,7 +394,7 @@ class TestKept:
         synchronize(emulated)
         engine.add([raw(emulated.kernels.device.view(array, "w"), owner=None)])
         gc.collect()
-        # What is known again holds weak references only.
+        # No array is kept alive.
         assert reference() is None
 
     def test_torchs_is_not(self, device, monkeypatch):

@@ -355,6 +355,7 @@ class PerBlockGradientAccumulator:
         Raises:
             WindowError: Part of the window is being sent to the other workers: what is written there would be lost.
         """
+        self.state.ask(Call.VIEW)
         if self._left and self.state.now is State.SENDING:  # a window that was kept may be looked at
             raise self._on_its_way("the window")
         self._fold_held()
@@ -485,6 +486,7 @@ class PerBlockGradientAccumulator:
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, span = self._window, contribution.slots
         window.refuse_aliases(contribution, self.layout.slots)
+        contribution.hold()
         is_full = measure or window.depth(span) + 1 >= self.hold
         is_apart = window.held_with(span) not in ([], [span])  # they came in other parts before
         if is_full or is_apart:

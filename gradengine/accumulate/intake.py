@@ -78,9 +78,8 @@ class Intake:
                 raise BufferRefused(
                     f"the gradient for component '{slot.name}' is in this accumulator's own arena",
                     got=f"address {view.pointer:#x}",
-                    expected="memory of the caller's",
-                    do="give each gradient memory of its own; with torch call zero_grad(set_to_none=True) before the "
-                    "next backward",
+                    expected="memory of its own",
+                    do="pass a copy (torch: zero_grad(set_to_none=True) before backward)",
                 )
         return views
 

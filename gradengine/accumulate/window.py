@@ -91,9 +91,9 @@ class Window:
             if address in self._addresses:
                 raise BufferRefused(
                     f"component '{slots[position].name}' is held already at the same address",
-                    got=f"address {address:#x} twice in one fold",
-                    expected="a buffer of its own for each held micro-batch",
-                    do="use hold=1, or keep each micro-batch's gradients (torch: set .grad = None between them)",
+                    got=f"address {address:#x} twice",
+                    expected="memory of its own",
+                    do="use hold=1, or new gradients in each micro-batch (torch: set .grad = None)",
                 )
 
     def refuse_lagging(self, slots: Sequence[Slot]) -> None:
@@ -212,8 +212,7 @@ def nothing_came(components: int) -> WindowError:
     return WindowError(
         "no component has a gradient in this micro-batch",
         got=f"None for all {components}",
-        do="call add() after backward() and before zero_grad(), and check that parameters require gradients; "
-        "on a worker without a micro-batch call add(None, weight=0)",
+        do="add() after backward() and before zero_grad(); a worker without a micro-batch calls add(None, weight=0)",
     )
 
 

@@ -205,6 +205,12 @@ def _torch_stream(device: str) -> TorchStream:
     return TorchStream(int(device.partition(":")[2]))
 
 
+def memories_of(sources: Iterable[object]) -> tuple[object, ...]:
+    """Return what keeps the arrays' memory alive: a torch tensor may be given another one, but not its storage."""
+    kinds = torch_kinds()
+    return tuple(source.untyped_storage() if type(source) in kinds else source for source in sources)  # type: ignore[attr-defined]
+
+
 def note_written(arrays: Iterable[object]) -> None:
     """Increment the version counters of torch tensors that we wrote to, so that a backward that saved them fails."""
     kinds = torch_kinds()

@@ -47,7 +47,7 @@ def host_buffer(source: object, component: str) -> Buffer:
         return _from_numpy(jax_on_host(array, component), component, array, array.unsafe_buffer_pointer())
     if hasattr(source, "__dlpack__"):
         return _with_elements(dlpack_view(source, component, ("cpu",)))
-    do = "pass the gradient itself, for example numpy.asarray(values, dtype=numpy.float32)"
+    do = "pass the gradient itself, such as numpy.float32(values)"
     if source is None:
         do = "leave out components that have no gradient"
     elif hasattr(source, "numpy"):  # tinygrad
@@ -55,7 +55,7 @@ def host_buffer(source: object, component: str) -> Buffer:
     raise BufferRefused(
         f"component '{component}' is not an array",
         got=type(source).__name__,
-        expected="a NumPy array, a torch tensor, a JAX array, a DLPack producer on the CPU or a RawBuffer",
+        expected="an array of NumPy, torch or JAX, DLPack on the CPU, or a RawBuffer",
         do=do,
     )
 

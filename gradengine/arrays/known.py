@@ -23,7 +23,8 @@ from gradengine.arrays.host import without_owner
 Made = TypeVar("Made")
 _base, _dtype, _shape, _is_dense = map(attrgetter, ("base", "dtype", "shape", "flags.c_contiguous"))
 _cupy_form = attrgetter("dtype", "shape", "strides", "data.device_id")
-_raw_form = attrgetter("size", "dtype", "device", "writable", "stream")
+# A pointer's own address is part of its form: only a check finds out what lies there.
+_raw_form = attrgetter("pointer", "size", "dtype", "device", "writable", "stream")
 
 
 class Facts(NamedTuple):

@@ -19,6 +19,5 @@ def device_failed(why: object) -> DeviceFailed:
     return DeviceFailed(
         "work on the GPU ended in an error, which may be another library's",
         got=why,
-        do="start this process again, from a checkpoint: the driver does nothing more in it; "
-        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer shows whose kernel it was",
+        do="start this process again, from a checkpoint; CUDA_LAUNCH_BLOCKING=1 shows whose kernel it was",
     )

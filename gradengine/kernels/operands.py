@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.dtypes import DTYPES
+from gradengine.arrays.frameworks import memories_of
 from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.layout.slots import Span
@@ -77,6 +78,12 @@ class Contribution:
         found = copy.copy(self)
         found.producers, found.sources = as_of_now(self.producers), tuple(sources)
         return found
+
+    def hold(self) -> None:
+        """Keep the gradients as they are passed, also if an array is given another shape, dtype or memory later."""
+        self.sources = memories_of(self.sources)
+        if self.fp32 is not None:
+            self.fp32 = [array[:] for array in self.fp32]
 
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
