@@ -23,7 +23,7 @@ from gradengine.accumulate.groups import Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
 from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
-from gradengine.arguments import whole_number
+from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import WindowError, not_copied
@@ -468,7 +468,7 @@ class PerBlockGradientAccumulator:
         measure: bool,
         prefix: str = "",
     ) -> None:
-        added, scalar = self.state.ask(call), checked_weight(weight)
+        added, scalar, measure = self.state.ask(call), checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
             raise nothing_came(len(sources))

@@ -47,7 +47,7 @@ def is_nested(value: object) -> bool:
     (True, True, False)
     """
     if not isinstance(value, (list, tuple)):
-        return not hasattr(value, "shape") and isinstance(value, Mapping)
+        return isinstance(value, Mapping)
     items = [item for item in value if not isinstance(item, _DIMENSION)]
     return any(item is None or isinstance(item, (list, tuple, Mapping)) or hasattr(item, "shape") for item in items)
 
