@@ -58,9 +58,9 @@ class Contribution:
         if None in views:
             present = np.array([view is not None for view in views], np.bool_)
             given = slots.places[present]
-        is_fp32 = all(view is not None and view.dtype == "float32" for view in views)
-        fp32 = [view.data for view in views if view is not None] if is_fp32 else None
-        return Contribution(slots, views, present, given, fp32, producers_of(views))
+        fp32 = [v.data for v in views if v is not None and v.dtype == "float32" and v.data is not None]
+        is_fp32 = len(fp32) == len(views)
+        return Contribution(slots, views, present, given, fp32 if is_fp32 else None, producers_of(views))
 
     @staticmethod
     def of_fp32(slots: Span, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
