@@ -19,7 +19,7 @@ from gradengine.arguments import as_float, listed, out_of_range, refuse_other_ki
 from gradengine.arrays.buffer import Buffer, overlapping
 from gradengine.arrays.device import device_of
 from gradengine.arrays.frameworks import note_written
-from gradengine.arrays.known import Facts, KnownArrays, facts_of
+from gradengine.arrays.known import KnownArrays, facts_of
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, not_copied
 from gradengine.kernels import Arena, ClipPlan, Decision, DeviceLike, Kernels, kernels_for
 from gradengine.layout import LORA_COMPONENTS, Slot
@@ -138,31 +138,27 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     given = list(arrays.values()) if isinstance(arrays, Mapping) else listed("arrays", arrays)
     for name in arrays if isinstance(arrays, Mapping) else ():
         refuse_other_kind("a gradient's name", name, str)
-    names = list(arrays) if isinstance(arrays, Mapping) else [f"arrays[{i}]" for i in range(len(given))]
+    names: Sequence[str | int] = list(arrays) if isinstance(arrays, Mapping) else range(len(given))
     if any(issubclass(kind, (list, tuple, Mapping)) for kind in set(map(type, given))):
-        flat = named_components(dict(zip(names, given, strict=True)))
+        flat = named_components(dict(zip(_shown(names), given, strict=True)))
         names, given = [name for name, _ in flat], [array for _, array in flat]
     kernels = kernels_for(device_of(next(iter(given), None)))
+
+    def checked(views: Sequence[Buffer]) -> tuple[Arena, FusedClipState]:
+        _refuse_overlap(views, _shown(names))
+        state = _remembered.state_of(tuple(view.size for view in views), kernels)
+        return Arena(tuple(views), state.partials), state
+
     facts = facts_of(given, kernels.device.array_type, written=True)
-    arena, state = _remembered.arrays.find(facts) or _checked(given, names, kernels, facts)
+    arena, state = _remembered.arrays.of(facts, lambda: kernels.device.writable_views(given, _shown(names)), checked)
     kernels.device.wait_for(arena.in_place.producers)
     decision = _clip(arena, max_norm, state)
     note_written(given)
     return decision.kept_norm()  # a copy: the next clip overwrites the state's norm
 
 
-def _checked(
-    given: Sequence[object], names: Sequence[str], kernels: Kernels, facts: Facts | None
-) -> tuple[Arena, FusedClipState]:
-    views = _remembered.arrays.moved(facts) or kernels.device.writable_views(given, names)
-    _refuse_overlap(views, names)
-    state = _remembered.state_of(tuple(view.size for view in views), kernels)
-
-    def arena_of(views: Sequence[Buffer]) -> tuple[Arena, FusedClipState]:
-        return Arena(tuple(views), state.partials), state
-
-    _remembered.arrays.keep(facts, views, arena_of)
-    return arena_of(views)
+def _shown(names: Sequence[str | int]) -> list[str]:
+    return [name if isinstance(name, str) else f"arrays[{name}]" for name in names]
 
 
 class _Remembered(threading.local):

@@ -27,13 +27,11 @@ class KnownDestinations:
     def of(self, sources: Sequence[Any]) -> Destinations:
         """Return the destinations of arrays in slot order, checked before anything is written to any."""
         facts = facts_of(sources, self._device.array_type, written=True)
-        found = self._known.find(facts)
-        if found is None:
-            views = self._known.moved(facts)
-            if views is None:
-                views = matched_views(self._slots, sources, self._device.writable_views)
-            found = _checked(self._slots, views, self._arena, "out")
-            self._known.keep(facts, views, _by_position)
+        found = self._known.of(
+            facts,
+            lambda: matched_views(self._slots, sources, self._device.writable_views),
+            lambda views: _checked(self._slots, views, self._arena, "out"),
+        )
         self._device.wait_for(found.producers)
         return found
 
@@ -46,15 +44,11 @@ def destinations_of(
 
 
 def _checked(slots: Sequence[Slot], views: Sequence[Buffer | None], arena: Buffer, where: str) -> Destinations:
-    found = _by_position(views)
+    found = Destinations({position: view for position, view in enumerate(views) if view is not None})
     if not found:
         raise LayoutMismatch(f"{where} has no destination", got=f"{len(slots)} times None", expected="at least one")
     refuse_overlapping_destinations({slots[position].name: view for position, view in found.items()}, arena)
     return found
-
-
-def _by_position(views: Sequence[Buffer | None]) -> Destinations:
-    return Destinations({position: view for position, view in enumerate(views) if view is not None})
 
 
 def handed_back(slots: Sequence[Slot], sources: Sequence[Any]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ class Group:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         slots = sorted([slot for span in spans for slot in span.slots], key=lambda slot: slot.position)
-        self.spans, self.span = spans, spans[0] if len(spans) == 1 else Span.of(slots, "a group")
+        self.span = spans[0] if len(spans) == 1 else Span.of(slots, "a group")
         self.count = len(slots)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradengine.accumulate.gradients import matched_views
 from gradengine.arrays.buffer import Buffer
-from gradengine.arrays.host import without_owner
+from gradengine.arrays.host import without_owners
 from gradengine.arrays.known import Facts, facts_of
 from gradengine.errors import BufferRefused
 from gradengine.kernels import Contribution, Device
@@ -47,8 +47,7 @@ class Intake:
         if self._device.name != "cpu":
             found = found.moved(facts.pointers)
         elif not is_same:
-            pairs = zip(found.views, facts.pointers, strict=True)
-            found = Contribution.of(span, [None if view is None else without_owner(view, at) for view, at in pairs])
+            found = Contribution.of(span, without_owners(found.views, facts.pointers))
         self._device.wait_for(found.producers)
         return found.passed(sources)
 
@@ -62,7 +61,7 @@ class Intake:
         found = Contribution.of(span, self._views(span.slots, sources))
         self._known.pop(span, None)
         if facts is not None and (found.fp32 is not None if not facts.pointers else all(map(_is_plain, found.views))):
-            views = [None if view is None else without_owner(view, view.pointer) for view in found.views]
+            views = without_owners(found.views, [0 if view is None else view.pointer for view in found.views])
             most_bytes = 4 * max(slot.size for slot in span.slots)
             self._known[span] = _Known(facts, Contribution.of(span, views), most_bytes)
         return found.passed(sources)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,15 @@ def _from_torch(tensor: Any, component: str) -> Buffer:
 
 def without_owner(view: Buffer, pointer: int) -> Buffer:
     """Return a view like this one at that address, without an owner: its user keeps the memory alive."""
+    if view.owner is None and view.pointer == pointer:
+        return view
     data = None if view.data is None else elements_at(pointer, view.size, view.dtype)
     return Buffer(pointer, view.size, view.dtype, view.shape, view.writable, None, view.device, data, view.producer)
+
+
+def without_owners(views: Sequence[Buffer | None], pointers: Sequence[int]) -> list[Buffer | None]:
+    """Return views like these at these addresses, as `without_owner`; None stays None."""
+    return [None if view is None else without_owner(view, at) for view, at in zip(views, pointers, strict=True)]
 
 
 def _with_elements(buffer: Buffer) -> Buffer:

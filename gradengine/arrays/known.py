@@ -18,7 +18,7 @@ import numpy as np
 
 from gradengine.arrays.buffer import Buffer, RawBuffer
 from gradengine.arrays.frameworks import torch_kinds
-from gradengine.arrays.host import without_owner
+from gradengine.arrays.host import without_owners
 
 Made = TypeVar("Made")
 _base, _dtype, _shape, _is_dense = map(attrgetter, ("base", "dtype", "shape", "flags.c_contiguous"))
@@ -44,6 +44,19 @@ class KnownArrays(Generic[Made]):
     def __init__(self, most: int) -> None:
         self._known: deque[tuple[Facts, list[Buffer | None], Made]] = deque(maxlen=most)
 
+    def of(
+        self, facts: Facts | None, resolve: Callable[[], Sequence[Any]], make: Callable[[Sequence[Any]], Made]
+    ) -> Made:
+        """Return what `make` makes of arrays with these facts; `resolve` checks them where their form is new."""
+        known = self.find(facts)
+        if known is not None:
+            return known
+        moved = self.moved(facts)
+        views = resolve() if moved is None else moved
+        made = make(views)
+        self.keep(facts, views, make if moved is None else lambda _: made)
+        return made
+
     def find(self, facts: Facts | None) -> Made | None:
         """Return what was made of arrays with these facts, or None."""
         return next((made for known, _, made in self._known if known == facts), None)
@@ -63,7 +76,7 @@ class KnownArrays(Generic[Made]):
         """
         streams = {view.producer for view in views if view is not None and view.producer is not None}
         if facts is not None and all(stream.stream() is not None for stream in streams):
-            kept = [v if v is None or v.owner is None else without_owner(v, v.pointer) for v in views]
+            kept = without_owners(views, [0 if view is None else view.pointer for view in views])
             self._known.append((facts, kept, make(kept)))
 
 
@@ -136,4 +149,4 @@ def views_at(views: Sequence[Buffer | None], pointers: Sequence[int]) -> list[Bu
     given = [pointer for view, pointer in zip(views, pointers, strict=True) if view is not None]
     if not all(given) or any(pointer % 4 for pointer in given):
         return None
-    return [None if view is None else without_owner(view, at) for view, at in zip(views, pointers, strict=True)]
+    return without_owners(views, pointers)
