@@ -27,6 +27,10 @@ def read(sources, ours=None):
     return facts_of(sources, np.ndarray, ours)
 
 
+def checked(sources):
+    return [host_buffer(array, "w") for array in sources]
+
+
 def raw(array, **changes):
     return RawBuffer(
         **{"pointer": array.ctypes.data, "size": array.size, "dtype": "float32", "owner": array, **changes}
@@ -86,38 +90,45 @@ class TestKnown:
     def test_no_array_is_kept_and_few_sets_are(self):
         known, given = KnownArrays(2), arrays()
         facts, gone = written(given), weakref.ref(given[1])
-        for which in (facts, written(arrays()), written(arrays())):
-            known.keep(which, [host_buffer(array, "w") for array in given], list)
-        assert known.find(facts) is None
-        known.keep(facts, [host_buffer(array, "w") for array in given], list)
-        assert [view.pointer for view in known.find(facts)] == facts.pointers
+        first = known.of(facts, lambda: checked(given), list)
+        assert [view.pointer for view in first] == facts.pointers
+        assert known.of(facts, pytest.fail, pytest.fail) is first
+        others = arrays(), arrays()
+        for other in others:
+            known.of(written(other), pytest.fail, list)
+        assert known.of(facts, pytest.fail, list) is not first
         del given[:]
         gc.collect()
         assert gone() is None
 
     def test_arrays_of_a_known_form_are_viewed_where_they_lie(self):
         known, given, others = KnownArrays(2), arrays(), arrays(2.0)
-        assert (
-            known.find(written(given)) is known.moved(written(given)) is known.find(None) is known.moved(None) is None
-        )
-        known.keep(written(given), [host_buffer(array, "w") for array in given], list)
-        assert known.find(written(others)) is None
-        views = known.moved(written(others))
+        known.of(written(given), lambda: checked(given), list)
+        views = known.of(written(others), pytest.fail, list)
         assert [view.data.tolist() for view in views] == [array.ravel().tolist() for array in others]
         assert [view.owner for view in views] == [None, None]
 
     def test_an_address_that_must_be_checked_is_not_viewed(self):
-        views = [host_buffer(array, "w") for array in arrays()]
+        views = checked(arrays())
         assert views_at([None, views[1]], [0, 4096])[1].pointer == 4096
         assert views_at(views, [4096, 0]) is views_at(views, [4098, 4096]) is None
 
-    @pytest.mark.parametrize(("producer", "is_kept"), [(None, True), (NamedStream(5), True), (ProducerStream(), False)])
-    def test_what_must_be_kept_alive_is_not_known(self, producer, is_kept):
-        known, given = KnownArrays(2), arrays()
+    @pytest.mark.parametrize(
+        ("producer", "is_known"), [(None, True), (NamedStream(5), True), (ProducerStream(), False)]
+    )
+    def test_what_must_be_kept_alive_is_not_known(self, producer, is_known):
+        known, given = KnownArrays(2), [None, arrays()[1]]
         views = [None, host_buffer(given[1], "w")]
         views[1].producer = producer
-        known.keep(written([None, given[1]]), views, list)
-        assert (known.find(written([None, given[1]])) is not None) is is_kept
+        first = known.of(written(given), lambda: views, list)
+        assert (first[1].owner is None) is is_known
+        assert (known.of(written(given), lambda: views, list) is first) is is_known
+
+    def test_arrays_without_facts_are_checked_in_each_call(self):
+        known, views = KnownArrays(2), checked(arrays())
+        first = known.of(None, lambda: views, list)
+        assert known.of(None, lambda: views, list) is not first
+        assert [view.owner for view in first] == [view.owner for view in views]
 
 
 class TestUse:

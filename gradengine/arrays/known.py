@@ -47,37 +47,30 @@ class KnownArrays(Generic[Made]):
     def of(
         self, facts: Facts | None, resolve: Callable[[], Sequence[Any]], make: Callable[[Sequence[Any]], Made]
     ) -> Made:
-        """Return what `make` makes of arrays with these facts; `resolve` checks them where their form is new."""
-        known = self.find(facts)
-        if known is not None:
-            return known
-        moved = self.moved(facts)
+        """Return what `make` makes of arrays with these facts; `resolve` checks them where their form is new.
+
+        Nothing is remembered of arrays that have no facts, or whose owners must be kept: their stream is unknown.
+        """
+        for known, _, made in self._known:
+            if known == facts:
+                return made
+        moved = self._moved(facts)
         views = resolve() if moved is None else moved
-        made = make(views)
-        self.keep(facts, views, make if moved is None else lambda _: made)
+        streams = {view.producer for view in views if view is not None and view.producer is not None}
+        if facts is None or any(stream.stream() is None for stream in streams):
+            return make(views)
+        kept = without_owners(views, [0 if view is None else view.pointer for view in views])
+        made = make(kept)
+        self._known.append((facts, kept, made))
         return made
 
-    def find(self, facts: Facts | None) -> Made | None:
-        """Return what was made of arrays with these facts, or None."""
-        return next((made for known, _, made in self._known if known == facts), None)
-
-    def moved(self, facts: Facts | None) -> list[Any] | None:
+    def _moved(self, facts: Facts | None) -> list[Any] | None:
         """Return views of arrays of a form that is known, wherever they lie; None if they must be checked."""
         if facts is not None:
             for known, views, _ in self._known:
                 if known.form == facts.form:
                     return views_at(views, facts.pointers)
         return None
-
-    def keep(self, facts: Facts | None, views: Sequence[Buffer | None], make: Callable[[list[Any]], Made]) -> None:
-        """Remember what `make` makes of the views without their owners.
-
-        Nothing is remembered of arrays that have no facts, or whose owners must be kept: their stream is unknown.
-        """
-        streams = {view.producer for view in views if view is not None and view.producer is not None}
-        if facts is not None and all(stream.stream() is not None for stream in streams):
-            kept = without_owners(views, [0 if view is None else view.pointer for view in views])
-            self._known.append((facts, kept, make(kept)))
 
 
 def facts_of(sources: Sequence[Any], own: type, ours: object = None, *, written: bool = False) -> Facts | None:

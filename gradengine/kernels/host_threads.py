@@ -71,9 +71,8 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
                 work(task)
 
     def drain_beside() -> None:
-        begun.append(
-            None
-        )  # before the first task is taken: the caller empties `waiting`, then waits for all that began
+        # Before the first task is taken: the caller empties `waiting`, and then waits for all that began.
+        begun.append(None)
         try:
             drain()
         except BaseException as fault:  # noqa: BLE001  (the caller raises it)
