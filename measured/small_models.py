@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradengine.bench.machine import machine, versions
+from gradengine.bench.machine import commit_of, machine, versions
 
 MICRO_BATCHES = 4
 Run = Callable[[], object]
@@ -131,13 +131,8 @@ def main() -> None:
     for name, value in (medians | ratios).items():
         print(f"{name:32} {value:.3g}")
     if arguments.json:
-        report = {
-            "medians_us": medians,
-            "ratios": ratios,
-            "tensors": count,
-            "elements": size,
-            "rounds": arguments.rounds,
-        }
+        report = {"medians_us": medians, "ratios": ratios, "tensors": count, "elements": size}
+        report |= {"rounds": arguments.rounds, "older": commit_of(arguments.older)}
         report |= {"machine": machine(), "versions": versions()}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
