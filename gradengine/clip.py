@@ -26,7 +26,7 @@ from gradengine.layout import LORA_COMPONENTS, Slot
 from gradengine.layout.components import named_components
 
 Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
-MaxNorm: TypeAlias = float | Mapping[str, float] | None
+MaxNorm: TypeAlias = float | Mapping[str, float | None] | None
 
 _NAMES_SHOWN = 9
 _REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
@@ -223,9 +223,14 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
     """
     labels = [_group_of(slot, groups) for slot in slots]
     names = {name: number for number, name in enumerate(dict.fromkeys(labels))}
-    bounds = tuple(_bound(max_norm, name) for name in names)
+    bounds = bounds_of_groups(max_norm, names)
     blocks = tuple(slot.block for slot in slots)
     return ClipPlan(tuple(names[label] for label in labels), bounds, blocks), tuple(names)
+
+
+def bounds_of_groups(max_norm: MaxNorm, names: Iterable[str]) -> tuple[float, ...]:
+    """Return each group's bound, infinity for None; raises `CallerError` if one is missing, 0, negative or NaN."""
+    return tuple(_bound(max_norm, name) for name in names)
 
 
 def _group_of(slot: Slot, groups: Groups) -> str:

@@ -181,7 +181,7 @@ class Stand:
             Call.VIEW: lambda: engine.accumulator.block(0),
             Call.ZERO_ALL: engine.accumulator.zero_all,
             Call.STEP: engine.step,
-            Call.SET_LOSS_SCALE: lambda: setattr(engine, "loss_scale", 2.0),
+            Call.SET: lambda: setattr(engine, "loss_scale", 2.0),
             Call.CAPTURE: self.capture_more,
             Call.REPLAY: self.graph.replay,
             Call.RECONNECT: lambda: engine.reconnect(Echo()),
@@ -246,7 +246,7 @@ def test_each_call_in_each_state_leads_where_the_table_says_or_is_refused(stand,
         assert stand.now is state
     elif isinstance(answer, Refusal):
         change = f"2.0 after {counts[0]} micro-batches of 1.0"
-        known = {} if call in WITHOUT_FACTS else {**stand.engine._reducer.facts(), "change": change}
+        known = {} if call in WITHOUT_FACTS else {**stand.engine._reducer.facts(), "setting": "loss scale", "change": change}
         known["way_out"] = "discard()"
         with pytest.raises(WindowError) as caught:
             stand.call(call)

@@ -31,7 +31,8 @@ from gradengine.errors import (
 HOST = available("host")
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 NAMES = (
-    *("version", "step", "layout", "micro_batches", "average", "loss_scale", "loss_scale_tracker"),
+    *("version", "step", "layout", "micro_batches", "average", "groups", "max_norms"),
+    *("loss_scale", "loss_scale_tracker"),
     *("rank", "world_size", "says_nothing"),
     *("micro_batch_weights", "counts", "used", "filled", "sums"),
 )
@@ -505,7 +506,7 @@ def number(value, dtype=np.int64):
 HOSTILE = [
     *(({name: None}, f"lacks '{name}'") for name in NAMES),
     ({"extra": number(1)}, "unknown 'extra'"),
-    *(({"version": number(2), **more}, "another version: got 2") for more in ({}, {"more": number(1)})),
+    *(({"version": number(1), **more}, "another version: got 1") for more in ({}, {"more": number(1)})),
     ({"version": "1"},),
     *(({"step": bad},) for bad in (number(1, np.float64), np.zeros(2, np.int64), number(-1), number(2**63 - 1))),
     *(({"layout": bad},) for bad in (np.zeros(0, np.uint8), np.zeros(9, np.uint8))),
@@ -513,6 +514,8 @@ HOSTILE = [
     ({"average": np.full(9, 255, np.uint8)},),
     *(({"loss_scale": number(bad, np.float64)},) for bad in (0, np.nan)),
     ({"loss_scale_tracker": number(-1)},),
+    ({"groups": np.full(12, 48, np.uint8)},),
+    *(({"max_norms": np.array(bad)}, "max_norm") for bad in ([], [1.0, 2.0], [0.0], [np.nan], [-1.0], 1.0, [1])),
     ({"rank": number(1)},),
     ({"world_size": number(0)},),
     *(({"micro_batch_weights": np.full(2, bad, np.float32)}, "weight is out of range") for bad in (-1, np.nan)),

@@ -37,12 +37,12 @@ def numbers_of(decision):
 class TestTally:
     """What workers told each other, added up; what is wrong is in the payload of a NaN, where the divisor would be."""
 
-    FIELDS = np.dtype([("numbers", "<f8", 3), ("step", "<u8"), ("settings", "<u8"), ("flags", "<u8")])
+    FIELDS = np.dtype([("numbers", "<f8", 3), ("step", "<u8"), ("scale", "<u8"), ("bounds", "<u8"), ("flags", "<u8")])
 
     def tallied(self, device, rows):
         told, sums = np.zeros(len(rows), self.FIELDS), device.put(np.zeros(3))
         for row, (three, *facts) in zip(told, rows, strict=True):
-            row["numbers"], row["step"], row["settings"], row["flags"] = three, *facts, -1 % 2**64
+            row["numbers"], row["step"], row["scale"], row["bounds"], row["flags"] = three, *facts, -1 % 2**64
         there = device.put(told.view(np.int64))  # which is read later
         device.kernels.tally(there, len(rows), sums)
         return on_host(sums)
@@ -52,16 +52,17 @@ class TestTally:
         return int(number.view(np.uint64)) - 0x7FF8 * 2**48
 
     def test_numbers_are_added_in_rank_order(self, device):
-        rows = [((1e16, 1.0, 4), 7, 2**63 + 5), ((1.0, 0.1, 0), 7, 2**63 + 5), ((1.0, 0.2, 2), 7, 2**63 + 5)]
+        rows = [(three, 7, 2**63 + 5, 9) for three in ((1e16, 1.0, 4), (1.0, 0.1, 0), (1.0, 0.2, 2))]
         assert self.tallied(device, rows).tolist() == [1e16 + 1.0 + 1.0, 1.0 + 0.1 + 0.2, 6]
         assert self.tallied(device, rows[2:]).tolist() == [1.0, 0.2, 2]
 
     @pytest.mark.parametrize(
         ("rows", "fault"),
         [
-            ([(0, 0), (0, 0), (1, 0), (2, 0)], 1 + 4 * 2),
-            ([(0, 0), (0, 2**63), (1, 0)], 2 + 4 * 1),
-            ([(2**63, 5)] * 69 + [(1, 5)], 1 + 4 * 69),
+            ([(0, 0, 0), (0, 0, 0), (1, 0, 0), (2, 0, 0)], 1 + 5 * 2),
+            ([(0, 0, 0), (0, 2**63, 0), (1, 0, 0)], 2 + 5 * 1),
+            ([(0, 0, 0), (0, 0, 2**63), (1, 0, 0)], 4 + 5 * 1),
+            ([(2**63, 5, 0)] * 69 + [(1, 5, 0)], 1 + 5 * 69),
         ],
     )
     def test_who_is_in_another_step_or_has_other_settings_is_told(self, device, rows, fault):
@@ -70,7 +71,7 @@ class TestTally:
         assert sums[1:].tolist() == [2.0 * len(rows), len(rows)]
 
     def test_no_micro_batch_at_all_is_told(self, device):
-        assert self.payload(self.tallied(device, [((1.0, 0.0, 0), 3, 3)] * 2)[0]) == 3
+        assert self.payload(self.tallied(device, [((1.0, 0.0, 0), 3, 3, 3)] * 2)[0]) == 3
 
 
 def filled(*values):

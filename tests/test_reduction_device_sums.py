@@ -190,6 +190,7 @@ class TestVerdict:
                 for policy in ("raise", "skip", "propagate")
             ),
             ("scale", "skip", ExchangeError, "rank 1 had another loss scale"),
+            ("bounds", "raise", ExchangeError, "rank 1 had another max_norm"),
             ("nothing", "raise", WindowError, "none of them had a micro-batch"),
             ("weight", "raise", WindowError, r"got 6e\+38 in all"),
         ],
@@ -199,6 +200,8 @@ class TestVerdict:
             engine = GradientEngine(SMALL, device.kernels, exchange=exchange, on_non_finite=policy)
             if fault == "step" and exchange.rank == 1:
                 engine._reducer.step += 1
+            if fault == "bounds":
+                engine.max_norm = 1.0 + exchange.rank
             weight = {"nothing": 0, "weight": 3e38}.get(fault, 1.0)
             values = contribution(exchange.rank, 0, 0)
             gradients = put_all(device, [each * (fault != "weight") for each in values])
@@ -406,10 +409,12 @@ class TestCapture:
             for k in range(2):
                 for array, values in zip(arrays[k], contribution(0, step, k), strict=True):
                     assign(array, device.put(values))
+            engine.max_norm = [None, 1e9, 1e8][step]
             result = graph.replay()
             assert result.step == step
             told = engine._reducer.on_device._told
             assert [on_host(told)[rank, 3] for rank in range(3)] == [step] * 3  # what ranks compare, counted there
+            assert set(on_host(told)[:, 5].view(np.uint64).tolist()) == {engine._clipping.plan.digest}
             first, second = (contribution(0, step, k) for k in (0, 1))
             sums = [a + np.float32(2) * b for a, b in zip(first, second, strict=True)]
             assert [*bits_of(result).values()] == [((s + s + s) * np.float32(1 / 9)).tobytes() for s in sums]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from gradengine.reduction.stats import StepStats, agree, stats_of_all
 TOTALS = np.array([4.0, 9.0])
 NONE = np.zeros(2, np.bool_)  # unused
 MINE = StepStats(1.0, 1, TOTALS, NONE)
-PLACE = 7, (2.0, 3)
+TERMS = {"loss_scale": "2.0", "max_norm": "(1.0,)"}
+PLACE = 7, TERMS
 
 
 def group_of(*parts):
@@ -25,8 +27,8 @@ def group_of(*parts):
     return SimpleNamespace(all_gather=lambda data: [data if part is None else part for part in parts])
 
 
-def told(weight=1.0, count=1, unused=b"\0\0", scale="2.0 for 3 steps", step=7, totals=b""):
-    return packed(f"stats of step {step}", [scale, "", weight, count, unused, totals])
+def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", **terms):
+    return packed(f"stats of step {step}", [{**TERMS, "window": "", **terms}, weight, count, unused, totals])
 
 
 @given(st.lists(st.floats(2.0**-30, 2.0**30), min_size=1, max_size=5))
@@ -45,7 +47,8 @@ def test_weights_and_counts_are_summed_in_rank_order_the_same_on_every_rank(weig
 
 
 IMPOSSIBLE = [*(told(weight) for weight in (-1.0, 0.0, math.nan, math.inf)), told(count=0), told(count=-1)]
-IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00"), told(scale=2.0)]
+IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00")]
+IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b""])]
 IMPOSSIBLE += [told(unused=bytes(3)), told(totals=bytes(16)), packed("stats of step 7", None)]
 
 
@@ -61,7 +64,7 @@ def test_a_rank_at_another_step_or_in_another_call_is_named_on_all_ranks(part):
     with pytest.raises(ExchangeError, match="rank 1 is out of sync with rank 0"):
         agree(group_of(None, part, told()), MINE, *PLACE)
     with pytest.raises(ExchangeError, match="rank 1 is out of sync with rank 0"):
-        agree(group_of(told(), None, told()), MINE, 6, (2.0, 3))
+        agree(group_of(told(), None, told()), MINE, 6, TERMS)
 
 
 @given(st.binary(max_size=60))
@@ -70,10 +73,17 @@ def test_random_bytes_are_an_exchange_error(part):
         agree(group_of(None, part), MINE, *PLACE)
 
 
-@pytest.mark.parametrize("scale", ["4.0 for 3 steps", "2.0"])
-def test_another_loss_scale_is_named(scale):
-    with pytest.raises(ExchangeError, match=r"rank 1 has another loss_scale than rank 0: .*expected 2\.0 for 3 steps"):
-        agree(group_of(None, told(scale=scale)), MINE, *PLACE)
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("other", ["", "4.0", 2.0, None])
+def test_other_terms_are_named(name, other):
+    with pytest.raises(
+        ExchangeError, match=rf"rank 1 has another {name} than rank 0: .*expected {re.escape(TERMS[name])}"
+    ):
+        agree(group_of(None, told(**{name: other})), MINE, *PLACE)
+    without = {key: value for key, value in TERMS.items() if key != name}
+    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b""])
+    with pytest.raises(ExchangeError, match=f"rank 1 has another {name} than rank 0"):
+        agree(group_of(None, lacking), MINE, *PLACE)
 
 
 def test_parts_of_a_model_tell_their_squared_sums_and_what_their_windows_were():

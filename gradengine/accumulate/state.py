@@ -59,7 +59,7 @@ class Call(Enum):
     ADD_NOTHING = "add(None, weight=0)"
     VIEW = "block, has_non_finite, and other calls that work on the arena"
     STEP = "step"
-    SET_LOSS_SCALE = "loss_scale ="
+    SET = "loss_scale =, max_norm ="
     CAPTURE = "capture"
     REPLAY = "replay"
     ZERO_ALL = "the accumulator's zero_all"
@@ -103,6 +103,7 @@ class Refusal:
 _UNKNOWN = {
     "step": "a step",
     "count": "some",
+    "setting": "a setting",
     "change": "another",
     "or_nothing": "",
     "way_out": "zero_all()",
@@ -134,9 +135,7 @@ _away = Refusal(
     do="save the window before its last micro-batch, or after step()",
 )
 _drop = Refusal("the workers are summing this window", "zero_all()", do="call the engine's discard(), on every rank")
-_scale = Refusal(
-    "the loss scale of an open window cannot be changed", "{change}", do="set it after step() or discard()"
-)
+_fixed = Refusal("the {setting} of an open window cannot be changed", "{change}", do="set it after step() or discard()")
 _graph = Refusal("a window is being captured", do="leave its `with` first; after an interrupt call discard()")
 _one = Refusal(
     "a capture holds one window",
@@ -164,17 +163,17 @@ EMPTY, NOTHING, OPEN, COMING, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORD
 #: The state that a call leads to when it is over, or its refusal. For STEP it says only whether it may begin: its
 #: changes of state are events. A part may be added while others were sent; which were, the reducer knows.
 _CALLS: Mapping[State, tuple[Cell, ...]] = {
-    #           ADD       ADD_PART  NOTHING  VIEW     STEP     SCALE    CAPTURE    REPLAY   ZERO_ALL   RECONNECT
+    #           ADD       ADD_PART  NOTHING  VIEW     STEP     SET      CAPTURE    REPLAY   ZERO_ALL   RECONNECT
     EMPTY:     (OPEN,     OPEN,     NOTHING, SAME,    _none,   SAME,    CAPTURING, SAME,    SAME,      SAME),
     NOTHING:   (OPEN,     OPEN,     SAME,    SAME,    SAME,    SAME,    CAPTURING, SAME,    EMPTY,     SAME),
-    OPEN:      (SAME,     SAME,     SAME,    SAME,    SAME,    _scale,  _open,     _open,   EMPTY,     SAME),
-    COMING:    (_part,    _part,    _part,   SAME,    _part,   _scale,  _open,     _open,   EMPTY,     SAME),
-    SENDING:   (_sent,    SAME,     _sent,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
-    FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     SAME),
-    AGREED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _scale,  _open,     _open,   _drop,     FAILED),
+    OPEN:      (SAME,     SAME,     SAME,    SAME,    SAME,    _fixed,  _open,     _open,   EMPTY,     SAME),
+    COMING:    (_part,    _part,    _part,   SAME,    _part,   _fixed,  _open,     _open,   EMPTY,     SAME),
+    SENDING:   (_sent,    SAME,     _sent,   SAME,    SAME,    _fixed,  _open,     _open,   _drop,     SAME),
+    FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _fixed,  _open,     _open,   _drop,     SAME),
+    AGREED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _fixed,  _open,     _open,   _drop,     FAILED),
     BROKEN:    (_broken,  _broken,  _broken, _broken, _broken, _broken, _broken,   _broken, EMPTY,     _broken),
-    CAPTURING: (RECORDED, RECORDED, _zero,   SAME,    _none,   SAME,    _graph,    _graph,  SAME,      SAME),
-    RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _scale,  _graph,    _graph,  CAPTURING, SAME),
+    CAPTURING: (RECORDED, RECORDED, _zero,   SAME,    _none,   _graph,  _graph,    _graph,  SAME,      SAME),
+    RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _fixed,  _graph,    _graph,  CAPTURING, SAME),
     CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
 #: The same for calls that add a micro-batch component by component, and those that save and load a window.

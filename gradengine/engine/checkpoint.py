@@ -6,7 +6,7 @@ the window's worker. What can be computed again (squared sums, the norm) is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from gradengine.accumulate.window import SavedWindow, checked_weight
 from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
+from gradengine.engine.settings import SharedSettings
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
 from gradengine.layout import GradientLayout
@@ -21,10 +22,10 @@ from gradengine.layout.layout import layout_from_table
 from gradengine.reduction.reducer import Worker
 from gradengine.reduction.stats import Scale
 
-#: An engine's step, its worker, its loss scale and its open window.
-Content: TypeAlias = tuple[int, Worker, Scale, SavedWindow]
+#: An engine's step, its worker, its loss scale, each group's bound, and its open window.
+Content: TypeAlias = tuple[int, Worker, Scale, Sequence[float], SavedWindow]
 
-_VERSION = 1
+_VERSION = 2
 _NUMBER: Final = ()  # the shape of one
 _BYTES: Final = None  # as many as there are
 #: What is saved: its dtype, and its shape unless that depends on the layout.
@@ -34,6 +35,8 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
     "layout": ("uint8", _BYTES),  # `GradientLayout.table()`
     "micro_batches": ("int64", _NUMBER),  # of a window; 0: not known
     "average": ("uint8", _BYTES),  # UTF-8
+    "groups": ("uint8", _BYTES),  # a digest of which components share a norm
+    "max_norms": ("float64", _BYTES),  # each group's bound
     "loss_scale": ("float64", _NUMBER),
     "loss_scale_tracker": ("int64", _NUMBER),  # finite steps in a row that a dynamic one has seen
     "rank": ("int64", _NUMBER),
@@ -47,15 +50,18 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
 }
 
 
-def saved_state(content: Content, layout: GradientLayout, micro_batches: int | None, average: str) -> dict[str, Array]:
+def saved_state(
+    content: Content, layout: GradientLayout, micro_batches: int | None, shared: SharedSettings
+) -> dict[str, Array]:
     """Return the state of an engine of this layout and settings; none of its arrays shares memory with the engine."""
-    step, worker, loss_scale, window = content
+    step, worker, loss_scale, max_norms, window = content
     values = {
         "version": _VERSION,
         "step": step,
         "layout": bytearray(layout.table()),
         "micro_batches": micro_batches or 0,
-        "average": bytearray(average.encode()),
+        **{name: bytearray(shared[name].encode()) for name in ("average", "groups")},
+        "max_norms": max_norms,
         "micro_batch_weights": window.weights,
         **dict(zip(("loss_scale", "loss_scale_tracker"), loss_scale, strict=True)),
         **dict(zip(("rank", "world_size"), worker, strict=True)),
@@ -64,29 +70,33 @@ def saved_state(content: Content, layout: GradientLayout, micro_batches: int | N
     return {name: np.asarray(values[name], dtype) for name, (dtype, _) in _FIELDS.items()}
 
 
-def loaded_state(state: Mapping[str, Any], layout: GradientLayout, micro_batches: int | None, average: str) -> Content:
+def loaded_state(
+    state: Mapping[str, Any], layout: GradientLayout, micro_batches: int | None, shared: SharedSettings
+) -> Content:
     """Return the content of a saved state, for an engine of this layout and settings.
 
     Args:
         state: What `saved_state` returned; its arrays may be any that NumPy reads.
         layout: The engine's layout.
         micro_batches: The engine's.
-        average: The engine's.
+        shared: The engine's settings that workers compare.
 
     Raises:
         LayoutMismatch: The state is of another layout; the rows that differ are shown.
-        CallerError: The state is of other `micro_batches` or `average`, of a later version, or not a saved state.
+        CallerError: The state is of other `micro_batches`, `average` or `groups`, of another version, or not a state.
     """
     refuse_other_kind("state", state, Mapping, do="pass what state_dict() returned")
     _refuse_other_names(state)
     found = {name: _array(state, name) for name in _FIELDS}
     _refuse_other_layout(found["layout"].tobytes(), layout)
     _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, micro_batches)
-    _refuse_other_setting("average", found["average"].tobytes().decode(errors="replace"), average)
+    for name in ("average", "groups"):
+        _refuse_other_setting(name, found[name].tobytes().decode(errors="replace"), shared[name])
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
-    return step, worker, (found["loss_scale"].item(), tracker), _window(found, layout, micro_batches)
+    max_norms = found["max_norms"].tolist()
+    return step, worker, (found["loss_scale"].item(), tracker), max_norms, _window(found, layout, micro_batches)
 
 
 def _refuse_other_names(state: Mapping[str, Any]) -> None:
@@ -126,7 +136,7 @@ def _refuse_other_layout(table: bytes, layout: GradientLayout) -> None:
 
 def _refuse_other_setting(name: str, saved: object, here: object) -> None:
     if saved != here:
-        do = f"build the engine with {name}={saved!r}"
+        do = f"build the engine with the same {name}"
         raise CallerError(f"the saved state is of another {name}", got=said(saved), expected=said(here), do=do)
 
 

@@ -17,6 +17,7 @@ from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.engine import settings
 from gradengine.engine.capture import CapturedWindow, refuse_other_graph
 from gradengine.engine.checkpoint import loaded_state, saved_state
+from gradengine.engine.clipping import Clipping
 from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import in_range
@@ -24,7 +25,7 @@ from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, not_copied
 from gradengine.exchange.exchange import Exchange
-from gradengine.kernels import Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
+from gradengine.kernels import ClipPlan, Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
 from gradengine.reduction.reducer import Reducer, refuse_other_worker, whole
@@ -109,26 +110,28 @@ class GradientEngine:
     ) -> None:
         refuse_no_layout(layout)
         settings.refuse_bad_exchanges(exchange, tp_exchange)
-        self._plan, self._group_names = clip_plan(layout.slots, max_norm, groups)
-        shared = settings.shared_settings(self._plan, on_non_finite, average, loss_scale)
+        plan, names = clip_plan(layout.slots, max_norm, groups)
+        shared = settings.shared_settings(plan, on_non_finite, average, loss_scale)
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         if not isinstance(loss_scale, DynamicLossScale):
             loss_scale = checked_loss_scale(loss_scale)
         if tp_exchange is None:
-            settings.refuse_lone_part(layout, self._plan, on_non_finite)
+            settings.refuse_lone_part(layout, plan, on_non_finite)
         self.layout, self.on_non_finite, self.average = layout, on_non_finite, average
         is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
-        self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=self._plan)
-        readback = self._kernels.status_readback(self.accumulator.arena, self._plan)
+        self._shared, self._clipping = shared, Clipping(plan, names, self.accumulator, shared)
+        bounds = self._clipping.bounds
+        self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=plan, bounds=bounds)
+        readback = self._kernels.status_readback(self.accumulator.arena, plan)
         raises = on_non_finite == "raise"
         self._late = None if readback is None else DeferredErrors(readback, layout, raises=raises)  # on a GPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
         self._captures: list[CapturedWindow] = []  # the one that records now, if any
         self._observers: Observers = {}
-        self._kernels.prepare(self.accumulator.arena, (), self._plan)
+        self._kernels.prepare(self.accumulator.arena, (), plan)
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
 
@@ -164,6 +167,36 @@ class GradientEngine:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self._scaling.set(value, self._reducer.facts)
+
+    @property
+    def max_norm(self) -> MaxNorm:
+        """The bound of the global norm, or one for each group by name; None clips nothing. May be set between windows.
+
+        Set it to the same value on all workers, whose steps compare it. A captured step reads it at each replay. It is
+        saved by `state_dict`, and `load_state_dict` brings it back.
+
+        Raises:
+            WindowError: The bound is changed while a window is open or captured.
+            CallerError: A bound is 0, negative or NaN, or a group's is missing.
+
+        Example:
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
+            >>> engine.max_norm = 2.5
+            >>> engine.add({"w": np.array([3, 4], np.float32)})
+            >>> engine.step().scale
+            0.5
+        """
+        return self._clipping.value
+
+    @max_norm.setter
+    @whole
+    def max_norm(self, value: MaxNorm) -> None:
+        plan = self._clipping.with_bounds(value)
+        self._refuse_lone_part(plan)
+        if plan.max_norms != self._clipping.plan.max_norms:
+            change = {"setting": "bound", "change": f"max_norm={value}"}
+            self._state.ask(Call.SET, lambda: {**self._reducer.facts(), **change})
+            self._clipping.use(plan)
 
     @property
     def latest_verdict(self) -> StepStatus | None:
@@ -320,7 +353,7 @@ class GradientEngine:
 
     @whole
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
-        if deferred and (out is not None or len(self._plan.max_norms) > 1):
+        if deferred and (out is not None or len(self._clipping.names) > 1):
             what = "a deferred step hands nothing back, and leaves one factor"
             raise CallerError(what, expected="out=None, and groups=None")
         self._ask(Call.STEP)
@@ -342,11 +375,11 @@ class GradientEngine:
         state.write()  # until the next window is open: what is handed back is not a sum any more
         if not deferred:
             with accumulator.arena.in_order():
-                self._kernels.hand_back(accumulator.arena, decision, self._plan, destinations)
+                self._kernels.hand_back(accumulator.arena, decision, self._clipping.plan, destinations)
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
         result = StepResult(
             step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
-            handed, accumulator, state.changes, self._group_names, self._late,
+            handed, accumulator, state.changes, self._clipping.names, self._late,
         )  # fmt: skip
         if self._captures:
             self._captures[0].close(result, arrays, destinations)
@@ -442,32 +475,37 @@ class GradientEngine:
             array([6., 0.], dtype=float32)
         """
         self._ask(Call.SAVE)
-        content = self.current_step, self._reducer.worker, self._scaling.saved(), self.accumulator.saved()
-        return saved_state(content, self.layout, self.micro_batches, self.average)
+        bounds = self._clipping.plan.max_norms
+        content = self.current_step, self._reducer.worker, self._scaling.saved(), bounds, self.accumulator.saved()
+        return saved_state(content, self.layout, self.micro_batches, self._shared)
 
     @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in place of an empty window: step number, loss scale and window are as then.
+        """Resume from a saved state, in place of an empty window: step, loss scale, bounds and window are as then.
 
-        Device, transport, `hold`, bounds and groups may differ. With an exchange, joined already or joined later, each
-        rank loads what it saved; a state saved between windows suits any rank, and any number of ranks.
+        Device, transport and `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved
+        learning rate replaces its own: set `max_norm` afterwards to change them. With an exchange, joined already or
+        joined later, each rank loads what it saved. A state saved between windows suits any rank, and any number of
+        ranks.
 
         Args:
             state: What `state_dict` returned; its arrays may be any that NumPy can read, as torch's on the host.
 
         Raises:
             LayoutMismatch: The state is of another layout or order of components; shows the rows that differ.
-            CallerError: The state is of another `micro_batches` or `average`, of a later version, or incomplete.
+            CallerError: The state is of other `micro_batches`, `average` or `groups`, of another version, or not whole.
             WindowError: A window is open here (`discard()` it), or the state's window is another rank's.
             NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
         """
         self._ask(Call.LOAD)
-        step, worker, loss_scale, window = loaded_state(state, self.layout, self.micro_batches, self.average)
-        whose = worker if window.is_open else None
+        step, worker, loss_scale, bounds, window = loaded_state(state, self.layout, self.micro_batches, self._shared)
+        plan, whose = self._clipping.with_saved(bounds), worker if window.is_open else None
+        self._refuse_lone_part(plan)
         if self.exchange is not None:
             refuse_other_worker(whose, self._reducer.worker)
         self.check()
         self._scaling.load(*loss_scale)
+        self._clipping.use(plan)
         if self._late is not None:
             self._late.restart()
         self._reducer.begin(step, whose)
@@ -514,7 +552,7 @@ class GradientEngine:
         self._reducer.connect(exchange, tp_exchange)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what nothing would read, as in `engine.max_norm = 0.5`, and all that is set once."""
+        """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
         is_fixed = name in self.__dict__ or name not in _SET_ONCE
         if is_fixed and not (name.startswith("_") or hasattr(type(self), name)):
             raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
@@ -530,21 +568,26 @@ class GradientEngine:
                 self._late.raise_pending()
         self._state.ask(call, self._reducer.facts)
 
+    def _refuse_lone_part(self, plan: ClipPlan) -> None:
+        if self.tp_exchange is None:
+            settings.refuse_lone_part(self.layout, plan, self.on_non_finite)
+
     def _decide(self, step: int) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
         """Sum, agree and decide; nothing is handed back yet. The last is the loss scale that a dynamic one had."""
         reducer, dynamic, zero_if_bad = self._reducer, self._scaling.dynamic, self.on_non_finite != "propagate"
+        plan = self._clipping.plan
         scale = self._scaling.known(reducer)
         stats = reducer.agree(scale)
         divisor = scale[0] * reducer.divisor(stats)
         refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
-            decision = decide(stats.totals, self._plan, divisor, zero_if_bad=zero_if_bad)
+            decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad)
         else:
             # A graph counts its own steps as it runs.
             counted = 0 if self._captures or self._late is None else self._late.note_queued(step)
             decision = self._kernels.finalise(
-                self.accumulator.arena, self._plan, divisor,
-                weight=stats.on_device, loss_scale=dynamic, zero_if_bad=zero_if_bad, step=counted,
+                self.accumulator.arena, plan, divisor, weight=stats.on_device,
+                loss_scale=dynamic, bounds=self._clipping.bounds, zero_if_bad=zero_if_bad, step=counted,
             )  # fmt: skip
         non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
         if non_finite is not None and self.on_non_finite == "raise":

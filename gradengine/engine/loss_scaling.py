@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -29,7 +30,8 @@ class LossScaling:
     def __init__(self, scale: float | DynamicLossScale, accumulator: PerBlockGradientAccumulator) -> None:
         self._is_on_gpu, self._state = accumulator.kernels.device.name != "cpu", accumulator.state
         rule = scale if isinstance(scale, DynamicLossScale) else None
-        self.dynamic: LossScale | None = rule and accumulator.kernels.loss_scale(accumulator.arena, rule)
+        kept = partial(accumulator.kernels.kept, accumulator.arena)
+        self.dynamic: LossScale | None = rule and LossScale(rule, kept)
         self._number = 1.0 if isinstance(scale, DynamicLossScale) else scale
 
     @property
@@ -50,7 +52,7 @@ class LossScaling:
         if facts is not None and scale != self._number:
             told = facts()
             change = f"{scale} after {told['count']} micro-batches of {self._number}"
-            self._state.ask(Call.SET_LOSS_SCALE, lambda: {**told, "change": change})
+            self._state.ask(Call.SET, lambda: {**told, "setting": "loss scale", "change": change})
         self._number = scale
 
     def known(self, reducer: Reducer) -> Scale:
@@ -69,7 +71,7 @@ class LossScaling:
     def follow(self, decision: Decision) -> None:
         """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
         if self.dynamic is not None and decision.bad is not None:
-            self.dynamic.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
+            self.dynamic.kept.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
 
     def load(self, scale: float, tracker: int) -> None:
         """Go on with what was saved; raises `CallerError` for a number that is no loss scale."""
@@ -78,7 +80,7 @@ class LossScaling:
         if self.dynamic is None:
             self._number = scale
         else:
-            self.dynamic.write(np.float32(scale), tracker)
+            self.dynamic.kept.write(np.float32(scale), tracker)
 
 
 def checked_loss_scale(value: float) -> float:

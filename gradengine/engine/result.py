@@ -25,7 +25,7 @@ from gradengine.layout import GradientLayout
 from gradengine.reduction.stats import StepStats
 
 _PAYLOAD = (1 << 51) - 1  # of a NaN
-_OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _FAULTS = 1, 2, 3, 4  # as tally.cu has them
+_OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _OTHER_BOUNDS, _FAULTS = 1, 2, 3, 4, 5  # as tally.cu has them
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -372,8 +372,9 @@ def _not_agreed(status: StepStatus) -> GradientError | None:
     if fault == _OTHER_STEP:
         do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
         return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
-    if fault == _OTHER_SCALE:
-        what = f"{where}: rank {rank} had another loss scale than rank 0"
+    if fault in {_OTHER_SCALE, _OTHER_BOUNDS}:
+        setting = "loss scale" if fault == _OTHER_SCALE else "max_norm"
+        what = f"{where}: rank {rank} had another {setting} than rank 0"
         return ExchangeError(what, do="set the same on all ranks")
     if fault == _NO_MICRO_BATCH:
         return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")

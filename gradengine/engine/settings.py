@@ -13,10 +13,13 @@ from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.layout import GradientLayout
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
+SharedSettings: TypeAlias = dict[str, str]  # by name, as text: the same on all workers
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
+_SHOWN = 100  # characters of a list of bounds
 
-def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> dict[str, str]:
+
+def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> SharedSettings:
     """Return the settings that must be the same on all workers, who compare them when they join.
 
     Raises:
@@ -30,12 +33,18 @@ def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale
         got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
         raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
     return {
-        "max_norm": repr(plan.max_norms),
+        "max_norm": shown_bounds(plan),
         "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
         "average": average,
         "on_non_finite": on_non_finite,
         "loss_scale": f"by {loss_scale}" if is_dynamic else "a number",
     }
+
+
+def shown_bounds(plan: ClipPlan) -> str:
+    """Return the groups' bounds as text, equal only if all of them are equal."""
+    text = repr(plan.max_norms)
+    return text if len(text) < _SHOWN else f"{text:.{_SHOWN}} (xxh3 {plan.digest:016x})"
 
 
 def is_last(room: int | None, what: str, count: int) -> bool:

@@ -23,6 +23,7 @@ from gradengine.kernels.decision import ClipPlan, Decision, Float64, decide, ref
 from gradengine.kernels.device import Device, Graph
 from gradengine.kernels.host import HostKernels
 from gradengine.kernels.interface import Kernels
+from gradengine.kernels.kept import Kept
 from gradengine.kernels.operands import Contribution, Destinations, FoldPass, producers_of
 from gradengine.kernels.status import StepStatus
 from gradengine.kernels.toolchain import device_ordinal
@@ -41,6 +42,7 @@ __all__ = [
     "FoldPass",
     "Graph",
     "HostKernels",
+    "Kept",
     "Kernels",
     "StepStatus",
     "decide",

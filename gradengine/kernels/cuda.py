@@ -17,8 +17,9 @@ from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.interface import Kernels
+from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
 from gradengine.kernels.launch import FINALISE_THREADS, Launches, Table, chunk_for, entries_of
-from gradengine.kernels.loss_scale import DeviceLossScale, DynamicLossScale, LossScale
+from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import OVERWRITE, Destinations, FoldPass, producers_of, tagged
 from gradengine.kernels.status import DeviceDecision, StatusReadback, device_decision
 from gradengine.kernels.streams import StreamOrder
@@ -113,6 +114,7 @@ class CudaKernels(Kernels):
         step: int = 0,
         weight: Scalar = None,
         loss_scale: LossScale | None = None,
+        bounds: Kept | None = None,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
         decision, table = self.decision(arena, plan), self._table_of_all(arena)
@@ -122,6 +124,7 @@ class CudaKernels(Kernels):
             np.uint32(table.chunk.bit_length() - 1),
             *_partials(arena),
             *decision.segments,
+            self._bounds(plan, bounds),
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
             _NULL if weight is None else weight,
@@ -136,8 +139,7 @@ class CudaKernels(Kernels):
 
     def decision(self, arena: Arena, plan: ClipPlan) -> DeviceDecision:
         """The decision that K2 writes for this arena and this plan; its memory is made at the first call."""
-        # A single bound is an argument of each launch, so a schedule of bounds needs no new memory.
-        key = plan if len(plan.max_norms) > 1 else (plan.groups, plan.blocks)
+        key = plan.groups, plan.blocks  # whatever the bounds are, which each launch is given
         prepared, order = arena.partials.prepared, _order_of(arena)
         if key not in prepared:
             prepared[key] = device_decision(self.device.upload, plan, len(arena.targets), order)
@@ -181,8 +183,8 @@ class CudaKernels(Kernels):
         status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).read()
         return (status.bad_index, status.bad_value) if status.is_bad else None
 
-    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> DeviceLossScale:
-        return DeviceLossScale(self.device, _order_of(arena), rule)
+    def kept(self, arena: Arena, dtype: np.dtype[Any], *values: Any) -> DeviceKept:
+        return DeviceKept(self.device, _order_of(arena), dtype, *values)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback:
         return StatusReadback(self.device, self.decision(arena, plan))
@@ -196,6 +198,12 @@ class CudaKernels(Kernels):
             sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
         """
         self._launches.run("tally", 1, 1, (told, np.uint32(workers), np.uint32(told.size // workers), sums))
+
+    def _bounds(self, plan: ClipPlan, bounds: Kept | None) -> Any:
+        """The groups' bounds as K2 takes them. A single one needs no memory: it is an argument of the launch."""
+        if isinstance(bounds, DeviceKept):
+            return bounds.memory[BOUNDS_AT:]
+        return _NULL if len(plan.max_norms) == 1 else self.device.sent(np.array(plan.max_norms))
 
     # ---- tables ----
 
@@ -262,11 +270,11 @@ def cuda_kernels(ordinal: int) -> CudaKernels:
 
 def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
     """A dynamic loss scale, and its rule, as K2 takes them."""
-    if not isinstance(loss_scale, DeviceLossScale):
+    if loss_scale is None or not isinstance(loss_scale.kept, DeviceKept):
         return _NULL, np.float64(1), np.float64(1), np.uint32(0)
     rule = loss_scale.rule
     return (
-        loss_scale.memory,
+        loss_scale.kept.memory,
         *map(np.float64, (rule.growth_factor, rule.backoff_factor)),
         np.uint32(rule.growth_interval),
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from gradengine.errors import WindowError
 
@@ -30,6 +31,11 @@ class ClipPlan:
     groups: tuple[int, ...]  # the group's number of each target
     max_norms: tuple[float, ...]  # each group's bound; infinity clips nothing
     blocks: tuple[int | None, ...] = ()  # the block of each target, or None; nothing where there are none
+
+    @cached_property
+    def digest(self) -> int:
+        """Eight bytes by which workers compare the bounds."""
+        return xxhash.xxh3_64_intdigest(np.array(self.max_norms).tobytes())
 
     @cached_property
     def members(self) -> list[list[int]]:

@@ -151,7 +151,8 @@ __device__ __forceinline__ u64 sum_components(const Target* targets, u32 compone
   return block_minimum(bad);
 }
 
-// A single bound comes with the launch: a schedule changes it at each step.
+// A single bound may come with the launch: a schedule changes it at each step. Others are read when the launch runs, so
+// that a graph's replay has those of its time.
 struct Bounds {
   const double* of_group;
   double only;
@@ -177,7 +178,7 @@ __device__ __forceinline__ void norm_segments(const Segments& segments, const do
     if (lane != 0) continue;
     norms[s] = sqrt(total) / divisor;
     if (s < 1 || s > segments.groups) continue;
-    const double bound = segments.groups == 1 ? bounds.only : bounds.of_group[s - 1];
+    const double bound = bounds.of_group ? bounds.of_group[s - 1] : bounds.only;
     const double scale = clip_scale(norms[s], bound, divisor);
     scales[s - 1] = scale;
     factors[s - 1] = narrow(scale / divisor);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.device import Device
-from gradengine.kernels.loss_scale import DynamicLossScale, LossScale
+from gradengine.kernels.kept import Kept
+from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Destinations, FoldPass
 from gradengine.kernels.status import StatusReadback
 from gradengine.layout.slots import Span
@@ -77,6 +79,7 @@ class Kernels(ABC):
         step: int = 0,
         weight: Scalar = None,
         loss_scale: LossScale | None = None,
+        bounds: Kept | None = None,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and which targets are not finite.
 
@@ -89,6 +92,7 @@ class Kernels(ABC):
             weight: On a GPU an fp64 number there that the divisor is multiplied by. A product that is no divisor gives
                 zeros, and a verdict of its own.
             loss_scale: On a GPU a loss scale that the divisor is multiplied by, and that the verdict changes.
+            bounds: On a GPU a record of `kept.bounds_of`, read when the work runs; by default the plan's bounds.
         """
 
     @abstractmethod
@@ -119,9 +123,9 @@ class Kernels(ABC):
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
         """Index and value of the first NaN or Inf, or None; on a GPU this waits."""
 
-    def loss_scale(self, arena: Arena, rule: DynamicLossScale) -> LossScale:
-        """A loss scale that the verdicts on this arena's steps change."""
-        return LossScale(rule)
+    def kept(self, arena: Arena, dtype: np.dtype[Any], *values: Any) -> Kept:
+        """Numbers that the decisions on this arena's steps read, and may change: a record of these fields."""
+        return Kept(dtype, *values)
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:
         """Reads back the status of steps that K2 decides from this arena; None if decisions are known at once."""

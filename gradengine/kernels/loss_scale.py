@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from gradengine.arguments import as_float, out_of_range, whole_number
-from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.decision import Scalar
-from gradengine.kernels.streams import StreamOrder
+from gradengine.kernels.kept import Kept
 
 _MOST_STEPS = (1 << 31) - 1
 _MOST = 2.0**64  # a step of a weight up to 2**62 can still be divided; also in finalise.cu
@@ -69,59 +69,24 @@ class DynamicLossScale:
         return (grown if grown <= _MOST else scale), 0
 
 
+@final
 class LossScale:
-    """A dynamic loss scale in its device's memory; this one is the CPU's.
+    """A dynamic loss scale in its device's memory; on a GPU K2 updates it with each verdict.
 
     Attributes:
         rule: The rule by which it changes.
+        kept: The scale, and the finite steps in a row that it has seen.
     """
 
-    def __init__(self, rule: DynamicLossScale) -> None:
-        self.rule, self._now = rule, (np.float32(rule.initial), 0)
+    def __init__(self, rule: DynamicLossScale, kept: Callable[..., Kept]) -> None:
+        self.rule, self.kept = rule, kept(_SCALING, np.float32(rule.initial), 0)
 
     @property
     def value(self) -> Scalar:
         """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
-        return float(self._now[0])
+        return self.kept.first
 
     def read(self) -> tuple[np.float32, int]:
-        """The scale, and the finite steps in a row that it has seen; on a GPU this waits."""
-        return self._now
-
-    def write(self, scale: np.float32, tracker: int) -> None:
-        """Set scale and tracker, after all queued work."""
-        self._now = scale, tracker
-
-
-@final
-class DeviceLossScale(LossScale):
-    """A dynamic loss scale in a GPU's memory, which K2 updates with each verdict.
-
-    Attributes:
-        memory: As K2 takes it.
-    """
-
-    def __init__(self, runtime: CudaRuntime, order: StreamOrder, rule: DynamicLossScale) -> None:
-        super().__init__(rule)
-        self._runtime, self._order = runtime, order
-        self.memory: Any = runtime.upload(self._record(np.float32(rule.initial), 0))
-        order.keep(self.memory)
-        self._value = self.memory[:4].view(np.float32).reshape(())
-
-    @property
-    def value(self) -> Any:
-        """See `LossScale.value`."""
-        self._order.follow()
-        return self._value
-
-    def read(self) -> tuple[np.float32, int]:
-        found = self._order.read(self.memory).view(_SCALING)[0]
-        return np.float32(found["scale"]), int(found["tracker"])
-
-    def write(self, scale: np.float32, tracker: int) -> None:
-        with self._order.use():
-            self._runtime.copied_into(self.memory, self._record(scale, tracker))
-
-    @staticmethod
-    def _record(scale: np.float32, tracker: int) -> Any:
-        return np.array([(scale, tracker)], _SCALING).view(np.uint8)
+        """Return the scale, and the finite steps in a row that it has seen; on a GPU this waits."""
+        scale, tracker = self.kept.read()
+        return np.float32(scale), tracker

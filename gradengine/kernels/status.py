@@ -55,7 +55,7 @@ class DeviceDecision(Decision):
     """A decision in device memory, allocated once for a plan; each step overwrites its arrays."""
 
     order: StreamOrder  # of work on this memory
-    segments: tuple[Any, ...]  # K2's arguments that say which components share a norm, and its bounds
+    segments: tuple[Any, ...]  # K2's arguments that say which components share a norm
     written: tuple[Any, ...]  # those that it writes
     all_factors: Any  # of the groups, in one array
     record: Any  # the status
@@ -113,7 +113,6 @@ def device_decision(
             upload(np.array([*itertools.chain(*members)] or [0], np.uint32)),
             np.uint32(len(members)),
             np.uint32(groups),
-            upload(np.array(plan.max_norms)),
         ),
         written=(totals, counts, component_norms, norms, scales, factors, record),
         all_factors=factors,

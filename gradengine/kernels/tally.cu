@@ -1,4 +1,4 @@
-// What workers have told each other of a step, added up in rank order, and whether they are in one step, with one loss scale.
+// What workers have told each other of a step, added up in rank order, and whether they are in one step, with the same loss scale and bounds.
 //
 // One thread: a few numbers of each worker, and nothing to do meanwhile that could hide that.
 
@@ -10,9 +10,10 @@ struct Told {  // as reduction/device_sums.py writes it; behind it flags that on
   double micro_batches;
   u64 step;              // how many were before it
   u64 loss_scale;        // its bits
+  u64 bounds;            // a digest of each group's bound
 };
 
-enum : u32 { OTHER_STEP = 1, OTHER_SCALE = 2, NO_MICRO_BATCH = 3, FAULTS = 4 };  // as result.py reads them
+enum : u32 { OTHER_STEP = 1, OTHER_SCALE = 2, NO_MICRO_BATCH = 3, OTHER_BOUNDS = 4, FAULTS = 5 };  // as result.py reads them
 
 __device__ __forceinline__ double not_a_number(u64 payload) {
   return __longlong_as_double((i64)(0x7ff8000000000000ull | payload));
@@ -31,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
     if (found) continue;
     if (one.step != first.step) found = OTHER_STEP + (u64)FAULTS * rank;
     else if (one.loss_scale != first.loss_scale) found = OTHER_SCALE + (u64)FAULTS * rank;
+    else if (one.bounds != first.bounds) found = OTHER_BOUNDS + (u64)FAULTS * rank;
   }
   if (!found && !(micro_batches > 0.0)) found = NO_MICRO_BATCH;
   sums[0] = found ? not_a_number(found) : divisor;

@@ -20,11 +20,12 @@ from gradengine.exchange.shares import ReadyShares, Share, rounds_of, shares_of
 from gradengine.exchange.torch_group import DeviceCalls
 from gradengine.kernels import ClipPlan, Contribution, CudaKernels, FoldPass
 from gradengine.kernels.decision import Scalar
+from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
 from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
 
-_HEADER = 5  # words of `Told` in tally.cu
-_STEP = 3  # the word with the step's number
+_HEADER = 6  # words of `Told` in tally.cu
+_STEP, _BOUNDS = 3, 5  # the words with the step's number and the bounds' digest
 
 
 class _Round(NamedTuple):
@@ -46,6 +47,7 @@ class DeviceSums:
         calls: The exchange's calls.
         accumulator: The gradients to be summed, on a GPU.
         plan: The clip plan of the step's decision.
+        bounds: The plan's bounds on the GPU, whose digest the ranks compare.
 
     Raises:
         OutOfDeviceMemory: The device has too little memory left.
@@ -53,9 +55,16 @@ class DeviceSums:
     """
 
     def __init__(
-        self, exchange: Exchange, calls: DeviceCalls, accumulator: PerBlockGradientAccumulator, plan: ClipPlan
+        self,
+        exchange: Exchange,
+        calls: DeviceCalls,
+        accumulator: PerBlockGradientAccumulator,
+        plan: ClipPlan,
+        bounds: Kept,
     ) -> None:
         assert isinstance(accumulator.kernels, CudaKernels)  # noqa: S101  (made for a GPU only)
+        assert isinstance(bounds, DeviceKept)  # noqa: S101
+        self._digest = bounds.memory[:BOUNDS_AT]
         self._accumulator, self._kernels, self._calls = accumulator, accumulator.kernels, calls
         self._device = device = accumulator.kernels.device
         self._rank, self._ranks = exchange.rank, exchange.world_size
@@ -206,6 +215,7 @@ class DeviceSums:
         device.copied_into(self._mine, self._words)
         if device.is_capturing():  # each replay is another step, which the device counts
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
+        device.copy_within(self._mine[_BOUNDS : _BOUNDS + 1], self._digest)
         self._gather()
         self._kernels.tally(self._told, self._ranks, self._sums)
 

@@ -22,7 +22,7 @@ from gradengine.exchange.addresses import MPI_URL
 from gradengine.exchange.exchange import Exchange, Sums
 from gradengine.exchange.gather import gathered, packed
 from gradengine.exchange.launchers import warn_of_other_ranks
-from gradengine.kernels import ClipPlan, Float64
+from gradengine.kernels import ClipPlan, Float64, Kept
 from gradengine.kernels.arena import PartialSums
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
@@ -70,10 +70,16 @@ class Reducer:
     """
 
     def __init__(
-        self, accumulator: PerBlockGradientAccumulator, *, average: str, settings: Mapping[str, str], plan: ClipPlan
+        self,
+        accumulator: PerBlockGradientAccumulator,
+        *,
+        average: str,
+        settings: Mapping[str, str],
+        plan: ClipPlan,
+        bounds: Kept,
     ) -> None:
         self.accumulator, self._average, self._settings = accumulator, average, settings
-        self.parts, self._plan = TensorParallelGroup(accumulator), plan
+        self.parts, self._plan, self._bounds = TensorParallelGroup(accumulator), plan, bounds
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
         self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
@@ -134,7 +140,7 @@ class Reducer:
         self.workers, self.is_only_worker, self.sums = exchange, exchange.world_size == 1, None
         if exchange.device_calls is not None and not self.is_only_worker:
             try:
-                self.on_device = DeviceSums(exchange, exchange.device_calls, self.accumulator, self._plan)
+                self.on_device = DeviceSums(exchange, exchange.device_calls, self.accumulator, self._plan, self._bounds)
             except BaseException:
                 exchange.close()  # others wait
                 raise
@@ -275,17 +281,19 @@ class Reducer:
     # ---- inside ----
 
     def _agree_on_host(self, scale: Scale) -> StepStats:
+        shown_scale = f"{scale[0]!r} for {scale[1]} steps" if scale[1] else repr(scale[0])
+        terms = {"loss_scale": shown_scale, "max_norm": self._settings["max_norm"]}
         if self.is_only_worker or self.workers is None:
             self.accumulator.measure_rest()
             self._state.enter(Event.SEND)
-            return self.parts.agree(self._stats(self._kernels.totals(self.accumulator.arena)), self.step, scale)
+            return self.parts.agree(self._stats(self._kernels.totals(self.accumulator.arena)), self.step, terms)
         self.start(self._layout.spans, in_background=False)
         self.sums = self.workers.wait()
         self._state.enter(Event.SEND)
         # The exchange has measured the sums, the same on all devices: a device rounds in another order than a host.
         totals = self._host_partials.totals_of(self.sums.squares)
-        mine = self.parts.agree(self._stats(totals), self.step, scale)
-        return agree(self.workers, mine, self.step, scale)
+        mine = self.parts.agree(self._stats(totals), self.step, terms)
+        return agree(self.workers, mine, self.step, terms)
 
     def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
         accumulator = self.accumulator

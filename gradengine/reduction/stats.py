@@ -27,6 +27,7 @@ from gradengine.layout import GradientLayout
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Scale: TypeAlias = tuple[float, int]  # the loss scale, and the finite steps in a row that a dynamic one has seen
+Terms: TypeAlias = Mapping[str, str]  # a step's settings by name, as text, which must be the same on all ranks
 Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, worker's rank
 
 _FINDINGS = [int, int, float, int], [int, int, float, type(None)]
@@ -51,44 +52,45 @@ class StepStats:
         return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
-def agree(exchange: Exchange, mine: StepStats, step: int, scale: Scale) -> StepStats:
+def agree(exchange: Exchange, mine: StepStats, step: int, terms: Terms) -> StepStats:
     """Return the same stats on all ranks: weights and counts summed in rank order.
 
     The squared sums are each rank's own: all have them from the shares' owners, bit for bit.
 
     Raises:
-        ExchangeError: A rank is at another step, or has another loss scale.
+        ExchangeError: A rank is at another step, or has other terms.
         ProtocolError: A rank's stats are impossible.
     """
-    stats, unused = stats_of_all(exchange, mine, step, scale)
+    stats, unused = stats_of_all(exchange, mine, step, terms)
     weight, counts = ordered_sum([one.weight for one in stats]), [one.micro_batches for one in stats]
     return StepStats(weight, sum(counts), mine.totals, unused, len(counts) - counts.count(0))
 
 
 def stats_of_all(
-    exchange: Exchange, mine: StepStats, step: int, scale: Scale, window: str = ""
+    exchange: Exchange, mine: StepStats, step: int, terms: Terms, window: str = ""
 ) -> tuple[list[StepStats], Flags]:
     """Return every rank's stats, in rank order, and flags of the components that got no gradient on any rank.
 
     Args:
         exchange: The exchange over these ranks.
         mine: This rank's stats.
-        step: The step's number, which must be the same on all of them, as `scale`.
-        scale: The loss scale.
+        step: The step's number, which must be the same on all of them.
+        terms: The step's settings.
         window: The window's weights as text, which must be the same on all ranks too. With it the ranks also send
             their squared sums.
 
     Raises:
         ExchangeError, ProtocolError: As `agree`.
     """
-    shown_scale = f"{scale[0]!r} for {scale[1]} steps" if scale[1] else repr(scale[0])
+    alike = {**terms, "window": window}
     totals = mine.totals.astype("<f8").tobytes() if window else b""
-    own = [shown_scale, window, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals]
+    own = [alike, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals]
     # Not by `tell`, which keeps its answers: a step that was refused is run again with the right loss scale.
     told = gathered(exchange.all_gather(packed(f"stats of step {step}", own)))
     stats = [_read(rank, facts, own) for rank, facts in enumerate(told)]
     for rank, facts in enumerate(told):
-        for name, got, expected in zip(("loss_scale", "window"), facts, told[0], strict=False):
+        for name in alike:
+            got, expected = facts[0].get(name), told[0][0].get(name)
             if got != expected:
                 what, do = f"rank {rank} has another {name} than rank 0", "give all ranks the same in each step"
                 raise ExchangeError(what, got=got, expected=expected, do=do)
@@ -98,9 +100,9 @@ def stats_of_all(
 def _read(rank: int, facts: Any, own: list[Any]) -> StepStats:
     """Return the stats in a rank's facts, which have the types and sizes of this rank's own."""
     if isinstance(facts, list) and [*map(type, facts)] == [*map(type, own)]:
-        _, _, weight, count, flags, totals = facts
+        _, weight, count, flags, totals = facts
         is_weighed = 0 < weight < np.inf if count > 0 else (weight, count) == (0, 0)
-        if is_weighed and [len(flags), len(totals)] == [*map(len, own[4:])]:
+        if is_weighed and [len(flags), len(totals)] == [*map(len, own[3:])]:
             return StepStats(weight, count, np.frombuffer(totals, "<f8"), np.frombuffer(flags, np.uint8) != 0)
     what, expected = f"rank {rank}'s stats are impossible", "a weight and micro-batches, or 0 and none"
     raise ProtocolError(what, got=facts, expected=expected)
@@ -130,12 +132,12 @@ class TensorParallelGroup:
             exchange.bind(GradientLayout.of(compared), nothing, step=step, settings=settings, replaces=self.exchange)
             self.exchange, self.is_alone = exchange, exchange.world_size == 1
 
-    def agree(self, mine: StepStats, step: int, scale: Scale) -> StepStats:
+    def agree(self, mine: StepStats, step: int, terms: Terms) -> StepStats:
         """Return the whole model's stats from this rank's: the same on all ranks of the group."""
         if self.exchange is None or self.is_alone:
             return mine
         with _InGroup():
-            parts, unused = stats_of_all(self.exchange, mine, step, scale, _described(self._accumulator.weights))
+            parts, unused = stats_of_all(self.exchange, mine, step, terms, _described(self._accumulator.weights))
             return replace(mine, totals=self._totals_of_the_model([part.totals for part in parts]), unused=unused)
 
     def first_found(self, mine: Finding | None, step: int) -> tuple[Finding, int | None] | None:

@@ -347,7 +347,7 @@ class Rank:
                 schedule.clock.pause(random.random() * 5e-3 * self.process.slowness)
         sums = self.exchange.wait()
         data, window = self.memory.tobytes(), schedule.windows[self.number]
-        agreed = agree(self.exchange, StepStats(1.0, 1, sums.squares, np.zeros(1, np.bool_)), self.step, (1.0, 0))
+        agreed = agree(self.exchange, StepStats(1.0, 1, sums.squares, np.zeros(1, np.bool_)), self.step, {})
         if agreed.weight != schedule.world_size:
             raise Wrong(f"the weights are {agreed.weight}")
         schedule.sums[self.step, self.number] = data, window
