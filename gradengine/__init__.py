@@ -27,6 +27,7 @@ from gradengine.exchange import (
     local_group,
 )
 from gradengine.kernels.loss_scale import DynamicLossScale
+from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout
 from gradengine.layout.cost import Bandwidth, TensorParallelCost
 from gradengine.layout.shards import ColumnParallelShard, RowParallelShard
@@ -53,6 +54,7 @@ __all__ = [
     "PerBlockGradientAccumulator",
     "RawBuffer",
     "RowParallelShard",
+    "SpikePolicy",
     "StepResult",
     "TensorParallelConfig",
     "TensorParallelCost",

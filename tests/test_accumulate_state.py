@@ -246,7 +246,8 @@ def test_each_call_in_each_state_leads_where_the_table_says_or_is_refused(stand,
         assert stand.now is state
     elif isinstance(answer, Refusal):
         change = f"2.0 after {counts[0]} micro-batches of 1.0"
-        known = {} if call in WITHOUT_FACTS else {**stand.engine._reducer.facts(), "setting": "loss scale", "change": change}
+        facts = {**stand.engine._reducer.facts(), "setting": "loss scale", "change": change}
+        known = {} if call in WITHOUT_FACTS else facts
         known["way_out"] = "discard()"
         with pytest.raises(WindowError) as caught:
             stand.call(call)

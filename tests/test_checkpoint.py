@@ -32,7 +32,7 @@ HOST = available("host")
 LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
 NAMES = (
     *("version", "step", "layout", "micro_batches", "average", "groups", "max_norms"),
-    *("loss_scale", "loss_scale_tracker"),
+    *("loss_scale", "loss_scale_tracker", "norm_mean", "norm_variance", "norm_steps"),
     *("rank", "world_size", "says_nothing"),
     *("micro_batch_weights", "counts", "used", "filled", "sums"),
 )
@@ -514,6 +514,8 @@ HOSTILE = [
     ({"average": np.full(9, 255, np.uint8)},),
     *(({"loss_scale": number(bad, np.float64)},) for bad in (0, np.nan)),
     ({"loss_scale_tracker": number(-1)},),
+    *(({name: number(bad, np.float64)},) for name in ("norm_mean", "norm_variance") for bad in (-1, np.nan, np.inf)),
+    ({"norm_steps": number(-1)},),
     ({"groups": np.full(12, 48, np.uint8)},),
     *(({"max_norms": np.array(bad)}, "max_norm") for bad in ([], [1.0, 2.0], [0.0], [np.nan], [-1.0], 1.0, [1])),
     ({"rank": number(1)},),

@@ -20,7 +20,7 @@ arrays.device arrays.known arrays
 layout.shards layout.tensor_parallel layout.cost layout.slots layout.components layout.layout layout
 kernels.operands kernels.decision kernels.device kernels.events kernels.cuda_runtime kernels.streams
 kernels.status kernels.host_sums kernels.arena kernels.toolchain kernels.graphs kernels.cuda_device
-kernels.kept kernels.loss_scale kernels.interface kernels.host_device kernels.host_threads kernels.host
+kernels.kept kernels.loss_scale kernels.spikes kernels.interface kernels.host_device kernels.host_threads kernels.host
 kernels.launch kernels.cuda kernels
 elementwise
 accumulate.state accumulate.gradients accumulate.destinations accumulate.intake accumulate.window
@@ -34,8 +34,8 @@ exchange.ordered_all_reduce exchange.gather
 exchange.pump exchange.server exchange.exchange exchange
 reduction.stats reduction.device_sums
 reduction.reducer reduction
-engine.ranges engine.result engine.settings engine.clipping engine.loss_scaling engine.checkpoint engine.capture
-engine.micro_batch engine.engine engine engine.trainer
+engine.ranges engine.result engine.settings engine.clipping engine.loss_scaling engine.deciding engine.checkpoint
+engine.capture engine.micro_batch engine.engine engine engine.trainer
 """
 ORDER = [*_ORDER.split(), ""]  # the package itself comes last
 STEP = [room for room in ORDER if not room.startswith("exchange")]

@@ -173,10 +173,11 @@ def arithmetic_of(text):
 # All that a kernel adds, multiplies and converts, for every architecture: a GPU runs this inline PTX where the emulator
 # runs C++. fp64 is rounded to nearest where nothing is said; .ftz is for squares in fp32 alone.
 WIDENED, SQUARES = {"cvt.f32.f16"}, {"fma.rn.ftz.f32", "cvt.f64.f32", "fma.rn.f64", "add.f64"}
+STATISTICS = {"sub.f64", "fma.rn.f64", "rcp.rn.f64", "cvt.rn.f64.u64"}  # mean and variance of the norms
 ARITHMETIC = {
     "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
     "measure": {*WIDENED, *SQUARES},
-    "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64", "cvt.f64.f32"},
+    "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64", "cvt.f64.f32", *STATISTICS},
     "tally": {"add.f64"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
 }

@@ -38,9 +38,9 @@ extern "C" __global__ void write_all(StepStatus* verdict, u64* size) {{ {writes}
             decision.record.set(record.view(np.uint8))
         synchronize(device)  # the verdict is read behind the kernels' own work alone
         found = decision.read()
-        assert found == StepStatus(*range(1, len(RECORD.names) + 1))._replace(skipped=True)
-        assert found.skipped is True
-        for name in ("norm", "scale", "factor", "inverse", "skipped"):
+        assert found == StepStatus(*range(1, len(RECORD.names) + 1))._replace(skipped=True, spiked=True)
+        assert found.skipped is found.spiked is True
+        for name in ("norm", "scale", "factor", "inverse", "skipped", "spiked", "spike_bound"):
             assert number_of(getattr(decision, name)) == RECORD.names.index(name) + 1, name
 
 

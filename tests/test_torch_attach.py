@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_modules import loop_of_the_readme, needs_distributed  # noqa: E402
 
-from gradengine import GradientEngine  # noqa: E402
+from gradengine import GradientEngine, SpikePolicy  # noqa: E402
 from gradengine.accumulate import groups  # noqa: E402
 from gradengine.accumulate.state import State  # noqa: E402
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch, NonFiniteGradient, WindowError  # noqa: E402
@@ -86,6 +86,14 @@ def assert_same_gradients(ours, theirs, result):
             assert parameter.grad is None, name
         else:
             assert bits(parameter.grad) == bits(expected[name].to(parameter.dtype)), name
+
+
+SPIKES = SpikePolicy("skip", z_score=None, threshold=1e-6)  # each step is one
+
+
+def gradient_norm(module):
+    norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
+    return float(torch.stack(norms).norm())
 
 
 def no_gradients(module):
@@ -798,6 +806,18 @@ class TestGradScaler:
                 scaler.update()
         assert scaler.get_scale() == 2.0 ** (64 if unscale else 66)
 
+    @pytest.mark.parametrize("action", ["skip", "clip"])
+    def test_a_spike_moves_no_scaler_and_if_it_is_skipped_no_weight(self, action):
+        scaler, policy = self.scaler(growth_interval=2), SpikePolicy(action, z_score=None, threshold=1e-6)
+        attached, ours, *_ = pair({"on_non_finite": "skip", "on_spike": policy})
+        for _ in range(2):
+            scaler.scale(loss_of(ours, 0)).backward()
+            result = attached.step(scaler=scaler)
+            assert (result.spiked, result.skipped, no_gradients(ours)) == (True, action == "skip", action == "skip")
+            assert action == "skip" or gradient_norm(ours) == pytest.approx(1e-6)
+            ours.zero_grad()
+        assert scaler.get_scale() == 2.0**5
+
     def test_what_is_refused_and_keeps_the_window(self):
         """One that is not enabled is none."""
         unused, used = self.scaler(), self.scaler()
@@ -808,6 +828,7 @@ class TestGradScaler:
             ({"on_non_finite": "skip"}, {"scaler": 2.0**16}, "scaler"),
             ({"on_non_finite": "skip"}, {"scaler": used, "unscale": False}, "on_non_finite='skip'"),
             ({"on_non_finite": "skip"}, {"scaler": used, "unscale": None}, "unscale"),
+            ({"on_non_finite": "propagate", "on_spike": SPIKES}, {"scaler": used, "unscale": False}, "spike"),
         ):
             attached, ours, _, engines = pair(options)
             loss_of(ours, 0).backward()

@@ -6,26 +6,38 @@ the window's worker. What can be computed again (squared sums, the norm) is not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from gradengine.accumulate.window import SavedWindow, checked_weight
-from gradengine.arguments import MOST, checked_rank, refuse_other_kind, said, whole_number
+from gradengine.arguments import MOST, checked_rank, out_of_range, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
 from gradengine.engine.settings import SharedSettings
 from gradengine.errors import CallerError, LayoutMismatch
 from gradengine.exchange.handshake import differing_rows
+from gradengine.kernels.spikes import Norms
 from gradengine.layout import GradientLayout
 from gradengine.layout.layout import layout_from_table
 from gradengine.reduction.reducer import Worker
 from gradengine.reduction.stats import Scale
 
-#: An engine's step, its worker, its loss scale, each group's bound, and its open window.
-Content: TypeAlias = tuple[int, Worker, Scale, Sequence[float], SavedWindow]
+
+class Content(NamedTuple):
+    """What is saved of an engine, but for what must be the same in the engine that loads it."""
+
+    step: int
+    worker: Worker
+    loss_scale: Scale
+    max_norms: Sequence[float]  # each group's bound
+    norms: Norms  # for a spike policy; zeros without one
+    window: SavedWindow
+
 
 _VERSION = 2
+_NORMS = "norm_mean", "norm_variance", "norm_steps"
 _NUMBER: Final = ()  # the shape of one
 _BYTES: Final = None  # as many as there are
 #: What is saved: its dtype, and its shape unless that depends on the layout.
@@ -39,6 +51,9 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
     "max_norms": ("float64", _BYTES),  # each group's bound
     "loss_scale": ("float64", _NUMBER),
     "loss_scale_tracker": ("int64", _NUMBER),  # finite steps in a row that a dynamic one has seen
+    "norm_mean": ("float64", _NUMBER),  # for a spike policy: of the norms so far
+    "norm_variance": ("float64", _NUMBER),
+    "norm_steps": ("int64", _NUMBER),
     "rank": ("int64", _NUMBER),
     "world_size": ("int64", _NUMBER),
     "says_nothing": ("bool", _NUMBER),  # add(None) said that nothing comes
@@ -54,17 +69,18 @@ def saved_state(
     content: Content, layout: GradientLayout, micro_batches: int | None, shared: SharedSettings
 ) -> dict[str, Array]:
     """Return the state of an engine of this layout and settings; none of its arrays shares memory with the engine."""
-    step, worker, loss_scale, max_norms, window = content
+    window = content.window
     values = {
         "version": _VERSION,
-        "step": step,
+        "step": content.step,
         "layout": bytearray(layout.table()),
         "micro_batches": micro_batches or 0,
         **{name: bytearray(shared[name].encode()) for name in ("average", "groups")},
-        "max_norms": max_norms,
+        "max_norms": content.max_norms,
         "micro_batch_weights": window.weights,
-        **dict(zip(("loss_scale", "loss_scale_tracker"), loss_scale, strict=True)),
-        **dict(zip(("rank", "world_size"), worker, strict=True)),
+        **dict(zip(("loss_scale", "loss_scale_tracker"), content.loss_scale, strict=True)),
+        **dict(zip(_NORMS, content.norms, strict=True)),
+        **dict(zip(("rank", "world_size"), content.worker, strict=True)),
         **{name: getattr(window, name) for name in ("says_nothing", "counts", "used", "filled", "sums")},
     }
     return {name: np.asarray(values[name], dtype) for name, (dtype, _) in _FIELDS.items()}
@@ -95,8 +111,12 @@ def loaded_state(
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
-    max_norms = found["max_norms"].tolist()
-    return step, worker, (found["loss_scale"].item(), tracker), max_norms, _window(found, layout, micro_batches)
+    norms = Norms(*(found[name].item() for name in _NORMS))
+    for name, number in zip(_NORMS, norms, strict=True):
+        if not 0 <= number < math.inf:  # NaN is refused too
+            raise out_of_range(name, number, "a finite number, 0 or more")
+    scale = found["loss_scale"].item(), tracker
+    return Content(step, worker, scale, found["max_norms"].tolist(), norms, _window(found, layout, micro_batches))
 
 
 def _refuse_other_names(state: Mapping[str, Any]) -> None:

@@ -16,22 +16,23 @@ from gradengine.arrays.buffer import Array
 from gradengine.clip import Groups, MaxNorm, clip_plan
 from gradengine.engine import settings
 from gradengine.engine.capture import CapturedWindow, refuse_other_graph
-from gradengine.engine.checkpoint import loaded_state, saved_state
+from gradengine.engine.checkpoint import Content, loaded_state, saved_state
 from gradengine.engine.clipping import Clipping
+from gradengine.engine.deciding import Deciding
 from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
 from gradengine.engine.ranges import in_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
-from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, not_copied
+from gradengine.errors import CallerError, ExchangeError, GradientError, not_copied
 from gradengine.exchange.exchange import Exchange
-from gradengine.kernels import ClipPlan, Decision, DeviceLike, StepStatus, decide, kernels_for, refuse_bad_divisor
+from gradengine.kernels import ClipPlan, DeviceLike, StepStatus, kernels_for
 from gradengine.kernels.loss_scale import DynamicLossScale
+from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
 from gradengine.reduction.reducer import Reducer, refuse_other_worker, whole
-from gradengine.reduction.stats import StepStats
 
-_SET_ONCE = {"layout", "accumulator", "micro_batches", "on_non_finite", "average"}
+_SET_ONCE = {"layout", "accumulator", "micro_batches", "on_non_finite", "on_spike", "average"}
 
 
 @final
@@ -65,6 +66,7 @@ class GradientEngine:
         loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
             GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
             A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
+        on_spike: What is done about a step whose global norm is far above those before it; None does nothing.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's. Replicated
             gradients must be the same on these ranks, which is checked: under sequence parallelism all-reduce them
@@ -80,6 +82,7 @@ class GradientEngine:
         accumulator: The accumulator that holds the window.
         micro_batches: Micro-batches in a window, if known.
         on_non_finite: What is done with a gradient that is not finite.
+        on_spike: The policy for spikes of the norm, if there is one.
         average: What the sum is divided by.
 
     Example:
@@ -106,18 +109,19 @@ class GradientEngine:
         groups: Groups = None,
         average: Average = "weighted",
         loss_scale: float | DynamicLossScale = 1.0,
+        on_spike: SpikePolicy | None = None,
         tp_exchange: Exchange | None = None,
     ) -> None:
         refuse_no_layout(layout)
         settings.refuse_bad_exchanges(exchange, tp_exchange)
         plan, names = clip_plan(layout.slots, max_norm, groups)
-        shared = settings.shared_settings(plan, on_non_finite, average, loss_scale)
+        shared = settings.shared_settings(plan, on_non_finite, average, loss_scale, on_spike)
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         if not isinstance(loss_scale, DynamicLossScale):
             loss_scale = checked_loss_scale(loss_scale)
         if tp_exchange is None:
-            settings.refuse_lone_part(layout, plan, on_non_finite)
-        self.layout, self.on_non_finite, self.average = layout, on_non_finite, average
+            settings.refuse_lone_part(layout, plan, on_non_finite, on_spike)
+        self.layout, self.on_non_finite, self.on_spike, self.average = layout, on_non_finite, on_spike, average
         is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
@@ -129,6 +133,7 @@ class GradientEngine:
         raises = on_non_finite == "raise"
         self._late = None if readback is None else DeferredErrors(readback, layout, raises=raises)  # on a GPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
+        self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike)
         self._captures: list[CapturedWindow] = []  # the one that records now, if any
         self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), plan)
@@ -365,7 +370,8 @@ class GradientEngine:
             self._scaling.set(loss_scale, None if reducer.agreed is None else reducer.facts)
         step = reducer.step
         try:
-            stats, decision, non_finite, used_scale = self._decide(step)
+            late = None if self._captures else self._late  # a graph counts its own steps as it runs
+            stats, decision, non_finite, used_scale = self._deciding.decide(step, late)
         except Exception as fault:
             if isinstance(fault, ExchangeError):
                 reducer.fail()
@@ -379,7 +385,7 @@ class GradientEngine:
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
         result = StepResult(
             step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
-            handed, accumulator, state.changes, self._clipping.names, self._late,
+            handed, accumulator, state.changes, self._clipping.names, self._late, self.on_spike is not None,
         )  # fmt: skip
         if self._captures:
             self._captures[0].close(result, arrays, destinations)
@@ -388,8 +394,7 @@ class GradientEngine:
             self._kernels.device.hand_over(accumulator.producers)
             if decision.bad is None:
                 self._late.send()
-        if used_scale is not None:
-            self._scaling.follow(decision)
+        self._deciding.follow(decision)
         reducer.begin(step + 1)
         return result
 
@@ -475,18 +480,18 @@ class GradientEngine:
             array([6., 0.], dtype=float32)
         """
         self._ask(Call.SAVE)
-        bounds = self._clipping.plan.max_norms
-        content = self.current_step, self._reducer.worker, self._scaling.saved(), bounds, self.accumulator.saved()
+        scale, max_norms, norms = self._scaling.saved(), self._clipping.plan.max_norms, self._deciding.norms
+        content = Content(self.current_step, self._reducer.worker, scale, max_norms, norms, self.accumulator.saved())
         return saved_state(content, self.layout, self.micro_batches, self._shared)
 
     @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in place of an empty window: step, loss scale, bounds and window are as then.
+        """Resume from a saved state, in place of an empty window.
 
-        Device, transport and `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved
-        learning rate replaces its own: set `max_norm` afterwards to change them. With an exchange, joined already or
-        joined later, each rank loads what it saved. A state saved between windows suits any rank, and any number of
-        ranks.
+        Step, loss scale, bounds, the norms that `on_spike` has seen, and the window are as then. Device, transport and
+        `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved learning rate replaces
+        its own: set `max_norm` afterwards to change them. With an exchange, joined already or joined later, each rank
+        loads what it saved. A state saved between windows suits any rank, and any number of ranks.
 
         Args:
             state: What `state_dict` returned; its arrays may be any that NumPy can read, as torch's on the host.
@@ -498,18 +503,19 @@ class GradientEngine:
             NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
         """
         self._ask(Call.LOAD)
-        step, worker, loss_scale, bounds, window = loaded_state(state, self.layout, self.micro_batches, self._shared)
-        plan, whose = self._clipping.with_saved(bounds), worker if window.is_open else None
+        saved = loaded_state(state, self.layout, self.micro_batches, self._shared)
+        plan, whose = self._clipping.with_saved(saved.max_norms), saved.worker if saved.window.is_open else None
         self._refuse_lone_part(plan)
         if self.exchange is not None:
             refuse_other_worker(whose, self._reducer.worker)
         self.check()
-        self._scaling.load(*loss_scale)
+        self._scaling.load(*saved.loss_scale)
         self._clipping.use(plan)
+        self._deciding.norms = saved.norms
         if self._late is not None:
             self._late.restart()
-        self._reducer.begin(step, whose)
-        self.accumulator.load(window)
+        self._reducer.begin(saved.step, whose)
+        self.accumulator.load(saved.window)
 
     def check(self) -> None:
         """Wait for a GPU's steps, and raise the error that no call has raised yet: at the end, before a checkpoint."""
@@ -570,28 +576,4 @@ class GradientEngine:
 
     def _refuse_lone_part(self, plan: ClipPlan) -> None:
         if self.tp_exchange is None:
-            settings.refuse_lone_part(self.layout, plan, self.on_non_finite)
-
-    def _decide(self, step: int) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
-        """Sum, agree and decide; nothing is handed back yet. The last is the loss scale that a dynamic one had."""
-        reducer, dynamic, zero_if_bad = self._reducer, self._scaling.dynamic, self.on_non_finite != "propagate"
-        plan = self._clipping.plan
-        scale = self._scaling.known(reducer)
-        stats = reducer.agree(scale)
-        divisor = scale[0] * reducer.divisor(stats)
-        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
-            decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad)
-        else:
-            # A graph counts its own steps as it runs.
-            counted = 0 if self._captures or self._late is None else self._late.note_queued(step)
-            decision = self._kernels.finalise(
-                self.accumulator.arena, plan, divisor, weight=stats.on_device,
-                loss_scale=dynamic, bounds=self._clipping.bounds, zero_if_bad=zero_if_bad, step=counted,
-            )  # fmt: skip
-        non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
-        if non_finite is not None and self.on_non_finite == "raise":
-            self.accumulator.forget_measured()  # one worker may mend its arena and run the step again
-            raise non_finite
-        used = decision.loss_scale if decision.bad is None else scale[0]
-        return stats, decision, non_finite, None if dynamic is None else used
+            settings.refuse_lone_part(self.layout, plan, self.on_non_finite, self.on_spike)

@@ -51,6 +51,7 @@ class StepResult:
     _changes: int  # of the arena, when the step was over
     _group_names: Sequence[str]
     _late: DeferredErrors | None  # on a GPU
+    _has_policy: bool  # for spikes
 
     @property
     def norm(self) -> Any:
@@ -77,11 +78,21 @@ class StepResult:
 
     @property
     def skipped(self) -> Any:
-        """True if the gradient was not finite and the step is to be skipped; the gradients are zero then.
+        """True if the gradient was not finite, or its norm a spike, and the step is to be skipped with zero gradients.
 
         On a GPU a 0-d array of 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
         """
         return self._ready._decision.skipped
+
+    @property
+    def spiked(self) -> Any:
+        """True if the norm was a spike for the engine's `on_spike`; on a GPU a 0-d array of 0.0 or 1.0."""
+        return self._ready._decision.spiked
+
+    @property
+    def spike_bound(self) -> Any:
+        """The norm above which the step would have been a spike: infinity while `on_spike` has no bound."""
+        return self._ready._decision.spike_bound
 
     @property
     def group_norms(self) -> Mapping[str, Any]:
@@ -135,7 +146,7 @@ class StepResult:
             "micro_batches" of all workers; "exchange_seconds" from the first span sent until the last sum was received,
             and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0 without an
             exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
-            "group_norm/<name>" for each.
+            "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound".
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -162,6 +173,8 @@ class StepResult:
         }
         if self._loss_scale is not None:
             found["loss_scale"] = float(self._loss_scale)
+        if self._has_policy:
+            found |= {"spiked": float(self.spiked), "spike_bound": float(self.spike_bound)}
         if len(self._group_names) > 1:
             found |= {f"group_norm/{name}": float(norm) for name, norm in self.group_norms.items()}
         if blocks:

@@ -6,10 +6,11 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, get_args
 
-from gradengine.arguments import refuse_unknown
+from gradengine.arguments import refuse_other_kind, refuse_unknown
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.loss_scale import DynamicLossScale
+from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
@@ -19,13 +20,17 @@ Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 _SHOWN = 100  # characters of a list of bounds
 
 
-def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object) -> SharedSettings:
+def shared_settings(
+    plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object, on_spike: object
+) -> SharedSettings:
     """Return the settings that must be the same on all workers, who compare them when they join.
 
     Raises:
         CallerError: A setting is not one of the known words, or a dynamic loss scale lacks the steps that are skipped.
     """
     refuse_unknown("on_non_finite", on_non_finite, get_args(OnNonFinite))
+    if on_spike is not None:
+        refuse_other_kind("on_spike", on_spike, SpikePolicy)
     do = "'weighted' is the mean, 'prescaled' is for a loss that was scaled before backward"
     refuse_unknown("average", average, get_args(Average), do=do)
     is_dynamic = isinstance(loss_scale, DynamicLossScale)
@@ -37,6 +42,7 @@ def shared_settings(plan: ClipPlan, on_non_finite: str, average: str, loss_scale
         "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
         "average": average,
         "on_non_finite": on_non_finite,
+        "on_spike": str(on_spike),
         "loss_scale": f"by {loss_scale}" if is_dynamic else "a number",
     }
 
@@ -66,15 +72,15 @@ def refuse_short(room: int | None, count: int, *, partial: bool) -> None:
         )
 
 
-def refuse_lone_part(layout: GradientLayout, plan: ClipPlan, on_non_finite: str) -> None:
+def refuse_lone_part(layout: GradientLayout, plan: ClipPlan, on_non_finite: str, on_spike: object) -> None:
     """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
     clips, skips = any(bound < math.inf for bound in plan.max_norms), on_non_finite == "skip"
-    if layout.tp_size > 1 and (clips or skips):
+    if layout.tp_size > 1 and (clips or skips or on_spike is not None):
         raise CallerError(
             "one part of a model cannot be clipped or skipped by itself",
             got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
             expected="tp_exchange=, over the ranks with the other parts",
-            do="or build the engine with max_norm=None and on_non_finite='raise' or 'propagate'",
+            do="or give max_norm=None, on_spike=None, and on_non_finite='raise' or 'propagate'",
         )
 
 

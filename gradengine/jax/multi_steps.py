@@ -30,7 +30,7 @@ class MultiStepsState(NamedTuple):
         inner_opt_state: The inner optimizer's state.
         norm: The last step's global norm, before clipping.
         scale: The last step's clip scale; 1 if nothing was clipped.
-        skipped: Whether the last step was skipped because its gradient was not finite.
+        skipped: Whether the last step was skipped: its gradient was not finite, or its norm a spike.
     """
 
     mini_step: Any

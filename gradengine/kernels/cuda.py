@@ -21,6 +21,7 @@ from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
 from gradengine.kernels.launch import FINALISE_THREADS, Launches, Table, chunk_for, entries_of
 from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import OVERWRITE, Destinations, FoldPass, producers_of, tagged
+from gradengine.kernels.spikes import Spikes
 from gradengine.kernels.status import DeviceDecision, StatusReadback, device_decision
 from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
@@ -115,6 +116,7 @@ class CudaKernels(Kernels):
         weight: Scalar = None,
         loss_scale: LossScale | None = None,
         bounds: Kept | None = None,
+        spikes: Spikes | None = None,
     ) -> DeviceDecision:
         """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
         decision, table = self.decision(arena, plan), self._table_of_all(arena)
@@ -129,6 +131,7 @@ class CudaKernels(Kernels):
             np.float64(divisor),
             _NULL if weight is None else weight,
             *_scaling(loss_scale),
+            *_spikes(spikes),
             np.uint32(zero_if_bad),
             np.uint64(step),
             *decision.written,
@@ -278,6 +281,16 @@ def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
         *map(np.float64, (rule.growth_factor, rule.backoff_factor)),
         np.uint32(rule.growth_interval),
     )
+
+
+def _spikes(spikes: Spikes | None) -> tuple[Any, ...]:
+    """The norms so far, and the policy for spikes, as K2 takes them; infinity for a bound that is None."""
+    if spikes is None or not isinstance(spikes.kept, DeviceKept):
+        return _NULL, *[np.float64(1)] * 3, *[np.uint32(0)] * 2
+    policy = spikes.policy
+    bounds = [np.float64(np.inf if bound is None else bound) for bound in (policy.z_score, policy.threshold)]
+    skips = np.uint32(policy.action == "skip")
+    return spikes.kept.memory, *bounds, np.float64(policy.decay), np.uint32(policy.warm_up), skips
 
 
 def _order_of(arena: Arena) -> StreamOrder:

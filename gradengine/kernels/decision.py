@@ -6,7 +6,7 @@ A GPU makes the same decision in its own memory, where the host does not know it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -79,6 +79,16 @@ def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
 
 
 @dataclass(frozen=True)
+class Spike:
+    """A policy's judgement of a norm that is finite."""
+
+    bound: float  # a norm above it is a spike
+    held: float  # what the norm counts as in the running mean; a spike that is not skipped is clipped to it
+    is_found: bool = False
+    skips: bool = False
+
+
+@dataclass(frozen=True)
 class Decision:
     """K2's result: norms of the averaged gradient, and the factor that each group is multiplied by."""
 
@@ -92,6 +102,9 @@ class Decision:
     skipped: Scalar  # whether zeros are handed back
     bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
     loss_scale: Scalar = field(default=None, kw_only=True)  # that it was decided with, where the device has it
+    spiked: Scalar = field(default=False, kw_only=True)  # whether the norm was a spike
+    spike_bound: Scalar = field(default=math.inf, kw_only=True)  # above which it would have been one
+    spike: Spike | None = field(default=None, kw_only=True)  # the judgement, where the host made it
 
     @property
     def scale(self) -> Scalar:
@@ -108,13 +121,27 @@ class Decision:
         return self.norm
 
 
-def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool = False) -> Decision:
-    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32."""
+def decide(
+    totals: Float64,
+    plan: ClipPlan,
+    divisor: float,
+    *,
+    zero_if_bad: bool = False,
+    judged: Callable[[float], Spike] | None = None,
+) -> Decision:
+    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
+
+    `judged` says whether a finite norm is a spike. One that is clipped scales each group at most to its bound.
+    """
     norm = math.sqrt(sum_in_order(totals)) / divisor
     groups = len(plan.max_norms)
     norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
     scales = list(map(clip_scale, norms, plan.max_norms, repeat(divisor)))  # of the groups, which are first
     bad = () if math.isfinite(norm) else tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
+    spike = judged(norm) if judged is not None and math.isfinite(norm) else None
+    if spike is not None and spike.is_found and not spike.skips:
+        most = clip_scale(norm, spike.held, divisor)
+        scales = [min(scale, most) for scale in scales]
     return Decision(
         norm=norm,
         group_norms=tuple(norms[:groups]),
@@ -123,8 +150,11 @@ def decide(totals: Float64, plan: ClipPlan, divisor: float, *, zero_if_bad: bool
         scales=tuple(scales),
         factors=tuple([np.float32(scale / divisor) for scale in scales]),
         inverse=np.float32(divisor / scales[0] if scales[0] else math.inf),
-        skipped=bool(bad) and zero_if_bad,
+        skipped=(bool(bad) and zero_if_bad) or (spike is not None and spike.skips),
         bad=bad,
+        spiked=spike is not None and spike.is_found,
+        spike_bound=math.inf if spike is None else spike.bound,
+        spike=spike,
     )
 
 

@@ -26,6 +26,8 @@ struct StepStatus {         // as kernels/status.py reads it
   float inverse;         // 1 / factor, for optimizers that divide
   float skipped;         // 1 where zeros are handed back because the gradient is not finite
   float loss_scale;      // of a dynamic one the step's own; else 0
+  float spiked;          // 1 where the norm was a spike
+  float spike_bound;     // above which it would have been one
 };
 
 struct Scaling {  // a dynamic loss scale, as kernels/loss_scale.py has room for it
@@ -36,6 +38,21 @@ struct Scaling {  // a dynamic loss scale, as kernels/loss_scale.py has room for
 struct Rule {  // torch's, for a scale in fp32 that grows to 2**64 at most
   double growth, backoff;
   u32 interval;
+};
+
+struct Norms {  // of the steps so far, as kernels/spikes.py has room for them
+  double mean, variance;
+  u64 steps;
+};
+
+struct SpikeRule {  // `SpikePolicy`; infinity for a bound that it has not
+  double z_score, threshold, decay;
+  u32 warm_up, skips;
+};
+
+struct Spike {
+  double bound, held;  // a norm above the bound counts as `held`
+  bool is_found;
 };
 
 struct Divisor {  // what the sum is divided by
@@ -240,13 +257,49 @@ __device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool 
   scaling->tracker = grows ? 0 : finite_steps;
 }
 
+// `SpikePolicy.judged`, of a norm that is finite.
+__device__ __forceinline__ Spike judged(double norm, const Norms& before, const SpikeRule& rule) {
+  const bool is_known = before.steps >= rule.warm_up && before.variance > 0.0;
+  const double by_score = is_known ? before.mean + rule.z_score * sqrt(before.variance) : INFINITE;
+  const double bound = by_score < rule.threshold ? by_score : rule.threshold;
+  if (!(norm > bound)) return Spike{bound, norm, false};
+  double held = bound;
+  if (!rule.skips && norm > by_score) {
+    held = before.mean + rule.z_score * rule.z_score * before.variance / (norm - before.mean);
+    held = held < rule.threshold ? held : rule.threshold;
+  }
+  return Spike{bound, held, true};
+}
+
+// `SpikePolicy.after`.
+__device__ __forceinline__ void count_norm(double held, const SpikeRule& rule, Norms* norms) {
+  const bool is_warm = norms->steps >= rule.warm_up;
+  const double share = is_warm ? 1.0 - rule.decay : 1.0 / (double)(norms->steps + 1);
+  const double mean = norms->mean + share * (held - norms->mean);
+  const double squared = (held - mean) * (held - (is_warm ? mean : norms->mean));
+  norms->variance += share * (squared - norms->variance);
+  norms->mean = mean;
+  norms->steps += 1;
+}
+
+// Scales each group at most to what brings the norm of all to `held`.
+__device__ __forceinline__ void clip_spike(double norm, double held, double divisor, u32 groups, double* scales,
+                                           float* factors) {
+  const double most = clip_scale(norm, held, divisor);
+  for (u32 g = 0; g < groups; ++g) {
+    scales[g] = most < scales[g] ? most : scales[g];
+    factors[g] = narrow(scales[g] / divisor);
+  }
+}
+
 // There is no second thread block for which the compiler should save registers.
 extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
              const double* max_norms, double max_norm, double divisor, const double* weight,
-             Scaling* scaling, double growth, double backoff, u32 interval, u32 zero_if_bad, u64 step, double* totals,
-             u64* counts, double* component_norms, double* norms, double* scales, float* factors,
+             Scaling* scaling, double growth, double backoff, u32 interval, Norms* kept_norms, double z_score,
+             double threshold, double decay, u32 warm_up, u32 skips, u32 zero_if_bad, u64 step, double* totals, u64* counts,
+             double* component_norms, double* norms, double* scales, float* factors,
              StepStatus* verdict) {
   const Segments segments = {segment_start, segment_member, segment_count, groups};
   __shared__ Divisor by;  // no register of each thread, which would have fewer loads under way
@@ -263,6 +316,13 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   if (bad != NONE) index = find_non_finite(targets[bad], chunk_shift, non_finite);
   __syncthreads();
   if (threadIdx.x != 0) return;
+  Spike spike = {INFINITE, 0.0, false};
+  if (kept_norms && bad == NONE && !by.is_bad) {
+    const SpikeRule rule = {z_score, threshold, decay, warm_up, skips};
+    spike = judged(norms[0], *kept_norms, rule);
+    count_norm(spike.held, rule, kept_norms);
+    if (spike.is_found && !skips) clip_spike(norms[0], spike.held, by.value, groups, scales, factors);
+  }
   double scale = 1.0;
   for (u32 g = 0; g < groups; ++g) scale = scales[g] < scale ? scales[g] : scale;
   verdict->norm = norms[0];
@@ -270,7 +330,9 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
   verdict->inverse = narrow(by.value / scales[0]);
-  verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) ? 1.0f : 0.0f;
+  verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) || (spike.is_found && skips) ? 1.0f : 0.0f;
+  verdict->spiked = spike.is_found ? 1.0f : 0.0f;
+  verdict->spike_bound = narrow(spike.bound);
   if (scaling && !by.is_bad) follow(scaling, Rule{growth, backoff, interval}, bad == NONE);
   if (by.is_bad) blame_weight(by.told, verdict);
   else if (bad != NONE) blame(targets, components, bad, index, counts, verdict);

@@ -26,6 +26,7 @@ from gradengine.kernels.host_sums import Product, Values, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
 from gradengine.kernels.operands import Destinations, FoldPass
+from gradengine.kernels.spikes import Spikes
 from gradengine.layout.slots import Span
 
 Task = TypeVar("Task")
@@ -138,8 +139,18 @@ class HostKernels(Kernels):
             first = partials.first[position]
             partials.values[first : first + partials.counts[position]] = 0
 
-    def finalise(self, arena: Arena, plan: ClipPlan, divisor: float, *, zero_if_bad: bool, **on_gpu: Any) -> Decision:
-        return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad)
+    def finalise(
+        self,
+        arena: Arena,
+        plan: ClipPlan,
+        divisor: float,
+        *,
+        zero_if_bad: bool,
+        spikes: Spikes | None = None,
+        **on_gpu: Any,
+    ) -> Decision:
+        judged = None if spikes is None else spikes.judged
+        return decide(self.totals(arena), plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
 
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None

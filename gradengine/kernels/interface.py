@@ -20,6 +20,7 @@ from gradengine.kernels.device import Device
 from gradengine.kernels.kept import Kept
 from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Destinations, FoldPass
+from gradengine.kernels.spikes import Spikes
 from gradengine.kernels.status import StatusReadback
 from gradengine.layout.slots import Span
 
@@ -80,6 +81,7 @@ class Kernels(ABC):
         weight: Scalar = None,
         loss_scale: LossScale | None = None,
         bounds: Kept | None = None,
+        spikes: Spikes | None = None,
     ) -> Decision:
         """K2: norms, scales and factors from the squared sums, and which targets are not finite.
 
@@ -93,6 +95,7 @@ class Kernels(ABC):
                 zeros, and a verdict of its own.
             loss_scale: On a GPU a loss scale that the divisor is multiplied by, and that the verdict changes.
             bounds: On a GPU a record of `kept.bounds_of`, read when the work runs; by default the plan's bounds.
+            spikes: A policy for spikes, and the norms before this one, which a GPU's verdict changes.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ step's own work, and read once it has arrived.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class StepStatus(NamedTuple):
     inverse: float = 1.0  # 1 / factor
     skipped: bool = False  # whether zeros were handed back
     loss_scale: float = 0.0  # of the step, where it is a dynamic one; else 0
+    spiked: bool = False  # whether the norm was a spike
+    spike_bound: float = math.inf  # above which it would have been one
 
     @property
     def is_bad(self) -> bool:
@@ -46,7 +49,7 @@ class StepStatus(NamedTuple):
         return self.bad_step == self.step
 
 
-_TYPES = ["<f8", *["<u8"] * 3, *["<i8"] * 2, *["<u8"] * 3, "<f8", *["<f4"] * 6]
+_TYPES = ["<f8", *["<u8"] * 3, *["<i8"] * 2, *["<u8"] * 3, "<f8", *["<f4"] * 8]
 RECORD = np.dtype(list(zip(StepStatus._fields, _TYPES, strict=True)))
 
 
@@ -107,6 +110,8 @@ def device_decision(
         skipped=_field(record, "skipped"),
         bad=None,
         loss_scale=_field(record, "loss_scale"),
+        spiked=_field(record, "spiked"),
+        spike_bound=_field(record, "spike_bound"),
         order=order,
         segments=(
             upload(starts),
@@ -179,4 +184,4 @@ def _field(record: Any, name: str) -> Any:
 
 def _status(record: Any) -> StepStatus:
     found = StepStatus(*record.item())
-    return found._replace(skipped=bool(found.skipped))
+    return found._replace(skipped=bool(found.skipped), spiked=bool(found.spiked))

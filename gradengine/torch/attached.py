@@ -180,8 +180,8 @@ class Attached(AbstractContextManager["Attached"]):
 
         If all parameters take fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch:
         call `zero_grad()` after `optimizer.step()`. Else each is a new tensor of its parameter's dtype, rounded once. A
-        parameter that no worker used gets None, as in torch. After a step that the engine skips
-        (`on_non_finite="skip"`) all are None, so that `optimizer.step()` changes nothing; on a GPU this waits for it.
+        parameter that no worker used gets None, as in torch. After a step that the engine skips, by `on_non_finite` or
+        `on_spike`, all are None, so that `optimizer.step()` changes nothing. On a GPU this waits for the step.
 
         Args:
             scaler: The torch.amp.GradScaler that scaled the window's losses, and those of no other model; the engine
@@ -218,14 +218,15 @@ class Attached(AbstractContextManager["Attached"]):
         loss_scale = self._scale_of(scaler, unscale=unscale)
         with self._device.on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
-        is_skipped = self._engine.on_non_finite == "skip" and self._device.relaxed(float, result.skipped) > 0
+        is_skipped = self._may_skip and self._device.relaxed(float, result.skipped) > 0
         kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
         for gradient in kept.values():
             setattr(gradient, _GIVEN, True)
         if loss_scale is not None and unscale:
-            _update(scaler, loss_scale, is_skipped=is_skipped)
+            is_bad = is_skipped and not self._device.relaxed(float, result.spiked)
+            _update(scaler, loss_scale, is_bad=is_bad)
             self._scaler, self._scale_version = scaler, scaler._scale._version
         elif loss_scale is not None and kept:
             torch._foreach_mul_(list(kept.values()), loss_scale)
@@ -357,12 +358,20 @@ class Attached(AbstractContextManager["Attached"]):
         if self._engine.on_non_finite != needed:
             got, do = f"on_non_finite={self._engine.on_non_finite!r}", f'build the engine with on_non_finite="{needed}"'
             raise CallerError(f"the engine does not fit a GradScaler with unscale={unscale}", got=got, do=do)
+        if not unscale and self._engine.on_spike is not None and self._engine.on_spike.action == "skip":
+            what, do = "scaler.step() cannot skip a spike: it fails without a .grad", 'use SpikePolicy("clip", ...)'
+            raise CallerError(what, do=do)
         if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
             raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
         if unscale and scaler is self._scaler and scaler._scale._version != self._scale_version:
             do = "step all models that share it with unscale=False and scaler.step(optimizer), then update() it once"
             raise CallerError("the scaler was updated since this window began", do=do)
         return float(scaler.get_scale())
+
+    @property
+    def _may_skip(self) -> bool:
+        policy = self._engine.on_spike
+        return self._engine.on_non_finite == "skip" or (policy is not None and policy.action == "skip")
 
     def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
@@ -436,10 +445,10 @@ def _refuse_other_layout(own: GradientLayout, layout: GradientLayout) -> None:
             raise LayoutMismatch(what, got=got, expected=expected, do="build the engine with layout_of(module)")
 
 
-def _update(scaler: Any, loss_scale: float, *, is_skipped: bool) -> None:
+def _update(scaler: Any, loss_scale: float, *, is_bad: bool) -> None:
     """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
     verdict = torch.zeros_like(scaler._scale, requires_grad=True)
-    verdict.grad = torch.full_like(verdict, math.inf if is_skipped else 0.0)
+    verdict.grad = torch.full_like(verdict, math.inf if is_bad else 0.0)
     scaler.unscale_(torch.optim.SGD([verdict], lr=0.0))
     scaler.update()
     if loss_scale > _MOST_SCALE / 2:  # in bf16 nothing overflows, so that it would grow on and on

@@ -1,0 +1,84 @@
+"""How an engine decides its steps: by its bounds, its loss scale, and its policies for NaN, Inf and spikes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, final
+
+from gradengine.engine.clipping import Clipping
+from gradengine.engine.loss_scaling import LossScaling
+from gradengine.engine.result import DeferredErrors
+from gradengine.engine.settings import OnNonFinite
+from gradengine.errors import NonFiniteGradient
+from gradengine.kernels import Decision, decide, refuse_bad_divisor
+from gradengine.kernels.spikes import Norms, SpikePolicy, Spikes
+from gradengine.reduction.reducer import Reducer
+from gradengine.reduction.stats import StepStats
+
+
+@final
+class Deciding:
+    """One engine's rules, which turn the sums of a step into norms, scales and a verdict.
+
+    Attributes:
+        clipping: The clip groups and their bounds.
+        scaling: The loss scale.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        clipping: Clipping,
+        scaling: LossScaling,
+        on_non_finite: OnNonFinite,
+        on_spike: SpikePolicy | None,
+    ) -> None:
+        self._reducer, self.clipping, self.scaling, self._on_non_finite = reducer, clipping, scaling, on_non_finite
+        self._accumulator, self._kernels = reducer.accumulator, reducer.accumulator.kernels
+        self._spikes = on_spike and Spikes(on_spike, partial(self._kernels.kept, self._accumulator.arena))
+
+    @property
+    def norms(self) -> Norms:
+        """The mean and variance of the spike policy, to be saved; zeros without one. On a GPU this waits."""
+        return Norms() if self._spikes is None else Norms(*self._spikes.kept.read())
+
+    @norms.setter
+    def norms(self, norms: Norms) -> None:
+        if self._spikes is not None:
+            self._spikes.kept.write(*norms)
+
+    def decide(
+        self, step: int, late: DeferredErrors | None
+    ) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
+        """Sum, agree and decide; nothing is handed back yet. The last is the loss scale that a dynamic one had.
+
+        `late` counts the device's steps: None on the CPU, and in a graph, which counts its own as it runs.
+        """
+        reducer, dynamic, zero_if_bad = self._reducer, self.scaling.dynamic, self._on_non_finite != "propagate"
+        plan, spikes = self.clipping.plan, self._spikes
+        scale = self.scaling.known(reducer)
+        stats = reducer.agree(scale)
+        divisor = scale[0] * reducer.divisor(stats)
+        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
+        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
+            judged = None if spikes is None else spikes.judged
+            decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
+        else:
+            decision = self._kernels.finalise(
+                self._accumulator.arena, plan, divisor, weight=stats.on_device,
+                loss_scale=dynamic, bounds=self.clipping.bounds, spikes=spikes, zero_if_bad=zero_if_bad,
+                step=0 if late is None else late.note_queued(step),
+            )  # fmt: skip
+        non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
+        if non_finite is not None and self._on_non_finite == "raise":
+            self._accumulator.forget_measured()  # one worker may mend its arena and run the step again
+            raise non_finite
+        used = decision.loss_scale if decision.bad is None else scale[0]
+        return stats, decision, non_finite, None if dynamic is None else used
+
+    def follow(self, decision: Decision) -> None:
+        """Change what verdicts change, by a step that is made and that the host decided; K2 has done so for its own."""
+        if self.scaling.dynamic is not None:
+            self.scaling.follow(decision)
+        if self._spikes is not None:
+            self._spikes.follow(decision)
