@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import warnings
 import weakref
@@ -603,23 +604,47 @@ class TestAttaching:
 
 
 class TestSeveralWorkers:
-    @pytest.mark.parametrize("micro_batches", [None, 1])
-    def test_ranks_with_other_weights_are_refused_at_the_first_step(self, micro_batches):
-        """Also while the blocks of the window are being sent."""
-        start = [Net(), Net()]
-        with torch.no_grad():
-            start[1].head.weight[5, 5] += 1
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("micro_batches", [None, 2])
+    def test_ranks_with_unlike_batches_end_together_with_the_mean_over_all_tokens(self, world_size, micro_batches):
+        """As in docs/token-weighted-accumulation.md: another number of windows on each rank, some of them short."""
+        rng, start = np.random.default_rng(world_size), Net()
+        windows = [
+            [[(int(rng.integers(1, 20)), int(rng.integers(99))) for _ in range(rng.integers(1, 3))] for _ in range(n)]
+            for n in rng.permutation(4)[:world_size]
+        ]
+        expected = []
+        for step in range(max(map(len, windows))):
+            found = [each for mine in windows for each in mine[step : step + 1] for each in each]
+            modules = [copy.deepcopy(start) for _ in found]
+            for module, (_, seed) in zip(modules, found, strict=True):
+                loss_of(module, seed).backward()
+            tokens = sum(tokens for tokens, _ in found)
+            grads = [[t * p.grad.double() for p in m.parameters()] for m, (t, _) in zip(modules, found, strict=True)]
+            expected.append((tokens, len(found), [sum(each) / tokens for each in zip(*grads, strict=True)]))
 
         def work(exchange):
-            module = start[exchange.rank]
+            module, found = copy.deepcopy(start), []
             engine = GradientEngine(layout_of(module), exchange=exchange, micro_batches=micro_batches)
             attached = attach(module, engine)
-            loss_of(module, exchange.rank).backward()
-            with pytest.raises(CallerError, match=r"'head.weight' of rank 1 is not that of rank 0.* seed all ranks"):
-                attached.step()
-            assert module.head.weight.grad is None
+            for window in itertools.chain(windows[exchange.rank], itertools.repeat([])):
+                if not any(engine.all_gather_object("batches left", len(window))):
+                    break
+                for tokens, seed in window:
+                    with attached.micro_batch(weight=tokens):
+                        loss_of(module, seed).backward()
+                if not window:
+                    engine.add(None, weight=0)
+                result = attached.step(partial=True)
+                found.append((result.weight, result.micro_batches, [p.grad.clone() for p in module.parameters()]))
+                module.zero_grad()
+            return found
 
-        on_ranks(work, 2)
+        for steps in on_ranks(work, world_size):
+            assert [step[:2] for step in steps] == [step[:2] for step in expected]
+            for (*_, ours), (*_, theirs) in zip(steps, expected, strict=True):
+                for one, other in zip(ours, theirs, strict=True):
+                    torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("micro_batches", [None, 2])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

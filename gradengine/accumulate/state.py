@@ -67,7 +67,7 @@ class Call(Enum):
     BEGIN = "the first component of a micro-batch that is added component by component"
     COMPONENT = "each later component of such a micro-batch, and its end"
     SAVE = "state_dict"
-    LOAD = "load_state_dict"
+    LOAD = "load_state_dict, and other calls between windows"
 
     __hash__ = object.__hash__
 

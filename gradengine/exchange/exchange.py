@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gradengine.arguments import checked_seconds, whole_number
 from gradengine.errors import CallerError, ExchangeError, PeerLost, WindowError, not_copied
@@ -29,6 +32,7 @@ from gradengine.kernels.cuda_device import DeviceArena
 from gradengine.kernels.decision import Float64
 from gradengine.layout import GradientLayout, Span
 
+Bytes: TypeAlias = NDArray[np.uint8]
 T = TypeVar("T")
 
 DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
@@ -236,6 +240,18 @@ class Exchange(AbstractContextManager["Exchange"]):
         refuse_long_part(data)
         return self._to_the_end(pump.gather, data, self._timeout)[: self.world_size]
 
+    def broadcast(self, arrays: Iterable[Bytes]) -> None:
+        """Copy rank 0's bytes into the other ranks' arrays, in pieces of 1 MiB which small arrays share.
+
+        Args:
+            arrays: Flat arrays of bytes, as many and as long on all ranks. Rank 0's are read. Another rank's is filled
+                when the next one is asked for, so that it can be used then and freed.
+
+        Raises:
+            PeerLost, ProtocolError, DeadlineExceeded: As `wait`; some arrays are filled, and the exchange is closed.
+        """
+        self._to_the_end(self._send_pieces if self.rank == 0 else self._receive_pieces, arrays)
+
     def tell(self, what: str, facts: object) -> list[Any]:
         """Return every rank's facts, in rank order; called again with the same `what` in a step, the first answer.
 
@@ -294,6 +310,31 @@ class Exchange(AbstractContextManager["Exchange"]):
                 for span in spans:
                     self._arena.note(span.key)
             pump.wake(in_background=in_background)
+
+    def _send_pieces(self, arrays: Iterable[Bytes]) -> None:
+        piece = bytearray()
+        for array in arrays:
+            sent = 0
+            while sent < array.size:
+                part = array[sent : sent + MAX_SMALL_PAYLOAD - len(piece)]
+                piece += part.data
+                sent += part.size
+                if len(piece) == MAX_SMALL_PAYLOAD:
+                    self.all_gather(bytes(piece))
+                    piece.clear()
+        if piece:
+            self.all_gather(bytes(piece))
+
+    def _receive_pieces(self, arrays: Iterable[Bytes]) -> None:
+        piece = np.empty(0, np.uint8)
+        for array in arrays:
+            filled = 0
+            while filled < array.size:
+                if not piece.size:
+                    piece = np.frombuffer(self.all_gather(b"")[0], np.uint8)
+                part, piece = np.split(piece, [array.size - filled])
+                array[filled : filled + part.size] = part
+                filled += part.size
 
     def _to_the_end(self, call: Callable[..., T], *given: object) -> T:
         """Make a call and return its value; if it fails or is interrupted close the exchange: its ranks would drift."""

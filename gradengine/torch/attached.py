@@ -12,10 +12,9 @@ from types import FrameType
 from typing import Any, SupportsFloat, final
 
 import torch
-import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradengine.accumulate.state import State
+from gradengine.accumulate.state import Call, State
 from gradengine.arguments import refuse_lacking, refuse_other_kind, truth_value
 from gradengine.engine import GradientEngine
 from gradengine.engine.micro_batch import MicroBatch
@@ -26,6 +25,7 @@ from gradengine.layout.components import memory_order, trainable
 from gradengine.layout.slots import refuse_other_order
 from gradengine.torch.gradients import Parameters, grad_dtype_of, in_memory_order, layout_of, view_for
 from gradengine.torch.main_grad import MainGrads, takes_added
+from gradengine.torch.weights import buffers_of, parameters_of, refuse_other_weights, send_from_rank_0
 
 _current_graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -94,6 +94,7 @@ class Attached(AbstractContextManager["Attached"]):
         gpu = torch.device(self._device.name).index
         self._current_stream = (lambda: None) if gpu is None else partial(torch._C._cuda_getCurrentRawStream, gpu)
         self._stream: int | None = None  # on which the gradients that are noted were made
+        self._compared: object = None  # over what the weights were found to be the same
         self._scaler: Any = None  # that a step has updated,
         self._scale_version = -1  # and how often its scale had been written to as the window began
         _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
@@ -134,6 +135,7 @@ class Attached(AbstractContextManager["Attached"]):
 
         Raises:
             WindowError: As `GradientEngine.micro_batch`; and at the end, if no parameter got a gradient.
+            CallerError: In step 0 the parameters of two ranks differ, as `step`.
 
         Example::
 
@@ -200,7 +202,8 @@ class Attached(AbstractContextManager["Attached"]):
                 not when the hooks were made.
             CallerError: The scaler has scaled no loss, or serves another model; the engine's `on_non_finite` is another
                 than `scaler` needs; the hooks were removed; torch.distributed has several ranks, and the engine has no
-                exchange; or, in step 0, the parameters of two ranks differ.
+                exchange; or, in step 0, a parameter of two ranks differs, also a frozen one. `micro_batch` and backward
+                raise this, too: discard() a window that is open, and call `broadcast()` on all ranks.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
         Example::
@@ -209,12 +212,13 @@ class Attached(AbstractContextManager["Attached"]):
             optimizer.step()
             optimizer.zero_grad()
         """
+        if not self._remove.alive:
+            raise CallerError("the hooks were removed, by remove() or at the end of a `with`", do="attach() again")
         self._refuse_lone_rank()
         self._refuse_other_parameters()
         self._drop_unfinished()
         self._refuse_stray()
-        if self._engine.world_size > 1 and self._engine.current_step == 0:
-            self._refuse_other_weights()
+        self._refuse_other_weights()
         loss_scale = self._scale_of(scaler, unscale=unscale)
         with self._device.on(self._current_stream()):
             result, gradients = self._stepped(loss_scale, is_partial=partial)
@@ -232,6 +236,40 @@ class Attached(AbstractContextManager["Attached"]):
             torch._foreach_mul_(list(kept.values()), loss_scale)
         return result
 
+    def broadcast(self, *, buffers_only: bool = False) -> None:
+        """Copy rank 0's parameters and buffers to all ranks, in place; call it on all ranks, between windows.
+
+        It sends all parameters, frozen ones too, and all buffers, of any dtype and device. With a `tp_exchange` each
+        part of the model is sent from its first worker. Without another worker nothing is done.
+
+        Call it before an optimizer copies the weights, as one with fp32 masters does. The optimizer's state is not
+        sent.
+
+        Args:
+            buffers_only: Send the buffers alone: each rank's BatchNorm has statistics of its own data, before an
+                evaluation on all ranks.
+
+        Raises:
+            WindowError: A window is open; nothing has been sent.
+            LayoutMismatch: A rank's module has other names, dtypes or shapes than rank 0's; no rank has written.
+            CallerError: A tensor has no memory of its own, as on "meta"; or torch.distributed has several ranks, and
+                the engine has no exchange.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed, and some tensors may be rank 0's and some
+                the rank's own: call `engine.reconnect` and then this again, on all ranks.
+
+        Example::
+
+            attached = attach(model, engine)
+            attached.broadcast()  # each rank may have another seed; rank 0 may have loaded a checkpoint
+        """
+        buffers_only = truth_value("buffers_only", buffers_only)
+        self._refuse_lone_rank()
+        engine, accumulator = self._engine, self._engine.accumulator
+        accumulator.state.ask(Call.LOAD, lambda: {"count": accumulator.accumulated_count})
+        tensors = buffers_of(self._module) if buffers_only else parameters_of(self._module) | buffers_of(self._module)
+        if engine.exchange is not None and engine.world_size > 1:
+            send_from_rank_0(engine.exchange, engine.tp_exchange, tensors)
+
     def remove(self) -> None:
         """Remove the hooks; the window stays as it is."""
         self._remove()
@@ -245,6 +283,7 @@ class Attached(AbstractContextManager["Attached"]):
     def _begun(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
         """Make a micro-batch, and forget one that did not finish; note the scaler's version as a window begins."""
         self._drop_unfinished()
+        self._refuse_other_weights()  # before the first block is sent, which could not be taken back
         if self._scaler is not None and not self._engine.has_open_window:
             self._scale_version = self._scaler._scale._version
         return self._engine.micro_batch(weight, last=last)
@@ -387,8 +426,6 @@ class Attached(AbstractContextManager["Attached"]):
             raise WindowError(what, do="call attached.step() before optimizer.step()")
 
     def _refuse_lone_rank(self) -> None:
-        if not self._remove.alive:
-            raise CallerError("the hooks were removed, by remove() or at the end of a `with`", do="attach() again")
         engine, group = self._engine, torch.distributed
         is_alone = engine.world_size == 1 and engine.tp_exchange is None and not self._alone
         if is_alone and group.is_available() and group.is_initialized() and group.get_world_size() > 1:
@@ -397,18 +434,17 @@ class Attached(AbstractContextManager["Attached"]):
             raise CallerError(what, do=do)
 
     def _refuse_other_weights(self) -> None:
-        """Raise `CallerError`, on all ranks alike, if a rank's parameters are not rank 0's, by 8 bytes for each."""
-        digests = []
-        for parameter in self._parameters.values():
-            values = parameter.detach().cpu().contiguous().flatten()  # whatever the strides
-            digests.append(xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()))
-        told = self._engine.all_gather_object("digests of the weights", digests)
-        for rank, theirs in enumerate(told):
-            for name, one, first in zip(self._parameters, theirs, told[0], strict=True):
-                if one != first:
-                    what = f"parameter '{name}' of rank {rank} is not that of rank 0: the ranks train different models"
-                    do = "seed all ranks alike before the model is made, or load one checkpoint on all of them"
-                    raise CallerError(what, do=do)
+        """Raise `CallerError` if a rank's parameters are not rank 0's: in step 0, on all ranks alike.
+
+        They compare once over each exchange, as a rank may join anew in step 0. With a `tp_exchange` they compare only
+        once, or a part whose exchange was replaced would wait for the parts whose was not.
+        """
+        engine = self._engine
+        group = engine.exchange if engine.tp_exchange is None else True
+        if engine.current_step or engine.exchange is None or engine.world_size == 1 or self._compared is group:
+            return
+        refuse_other_weights(engine.exchange, engine.tp_exchange, parameters_of(self._module))
+        self._compared = group
 
     def _refuse_other_parameters(self) -> None:
         for name, parameter in trainable(self._module).items():
