@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from transports import SOON, free_port
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from torch_modules import loop_of_the_readme
+from test_docs import blocks_of  # noqa: E402
+from torch_modules import loop_of_the_readme  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -53,17 +54,17 @@ LAUNCHED = {  # the variables of two ranks on one host
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=run-{1}",
     "srun": "SLURM_PROCID={0} SLURM_NTASKS=2 SLURM_LOCALID={0} SLURM_JOB_ID={1} SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n",
 }
-LOOP = """import sys, torch
+LOOP = """import os, sys, torch
 from gradengine import CallerError
 def loss_of(output, y): return (output - y).square().mean()
 K, windows = 2, [[(torch.randn(4, 6), torch.zeros(()))] * 2] * 3
-for seeds in (), (0,):
-    [torch.manual_seed(seed) for seed in seeds]
+os.chdir(sys.argv[1])
+for loop in sys.argv[2:]:
     model = torch.nn.Linear(6, 6)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
-        exec(sys.argv[1])
-        print(sum(model.weight.flatten().tolist()))
+        exec(loop)
+        print(sum(value.sum().item() for value in model.state_dict().values()))
     except CallerError as fault:
         print(fault)
     engine.exchange.close()
@@ -73,14 +74,20 @@ for seeds in (), (0,):
 @pytest.mark.parametrize(
     "launcher", [pytest.param(name, marks=[] if name == "srun" else [pytest.mark.slow]) for name in LAUNCHED]
 )
-def test_unseeded_ranks_of_the_readme_s_loop_are_refused_and_others_end_in_equal_weights(launcher):
-    command = [sys.executable, "-c", LOOP, loop_of_the_readme("-")]
+def test_unseeded_ranks_of_the_pages_loops_end_in_equal_weights_and_without_broadcast_are_refused(launcher, tmp_path):
+    readme, (page,) = loop_of_the_readme("-"), blocks_of("docs/from-ddp.md")
+    loops = readme.replace("attached.broadcast()", ""), readme, page
+    command = [sys.executable, "-c", LOOP, tmp_path, *loops]
     port = free_port()
     ranks = [started(command, **dict(re.findall(r"(\w+)=(\S+)", LAUNCHED[launcher].format(r, port)))) for r in "01"]
-    (refused, weights), (also, others) = (ended(rank).splitlines() for rank in ranks)
+    (refused, *weights), (also, *others) = (ended(rank).splitlines() for rank in ranks)
     assert refused == also
     assert "parameter 'weight' of rank 1 is not that of rank 0" in refused
+    printed = weights.pop(1)  # by rank 0, at the end of the page's loop
+    assert re.fullmatch(r"step 19, norm \d.\d\d, losses \[.*, .*\]", printed)
     assert weights == others
+    assert len(weights) == 2
+    assert len(torch.load(tmp_path / "model.pt")) == 9
 
 
 def started(command, **variables):
