@@ -1,5 +1,6 @@
 """The whole step on several workers: the contract's sum on each, and what is left after a worker or a call failed."""
 
+import itertools
 import math
 import threading
 
@@ -95,6 +96,43 @@ def test_workers_of_any_kind_have_the_contracts_sum_in_the_order_of_their_ranks(
         windows.assert_step(result, layout, windows.summed(sums), divisor * options["loss_scale"], **plan)
         assert result.unused == windows.unused_of(layout, everything)
         assert (result.weight, result.micro_batches) == (pytest.approx(sum(weights), rel=1e-12), len(everything))
+
+
+epochs = st.lists(st.lists(st.lists(st.tuples(draw.seeds, st.integers(1, 300)), min_size=1, max_size=3), max_size=3))
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 4).flatmap(lambda size: st.lists(epochs, min_size=size, max_size=size)))
+def test_ranks_with_unlike_numbers_of_batches_leave_each_epoch_together(ranks):
+    """As in docs/token-weighted-accumulation.md; a step's gradient is the mean over all tokens of all ranks."""
+    ranks = [[*mine[:2], [], []][:2] for mine in ranks]
+
+    def work(exchange):
+        engine, found = new_engine(exchange), []
+        for epoch, mine in enumerate(ranks[exchange.rank]):
+            for window in itertools.chain(mine, itertools.repeat([])):
+                if not any(engine.all_gather_object(f"batches left in epoch {epoch}", len(window))):
+                    break
+                for seed, tokens in window:
+                    engine.add(gradients_of(seed), weight=tokens)
+                if not window:
+                    engine.add(None, weight=0)
+                result = engine.step()
+                found.append((result.weight, result.micro_batches, {n: a.copy() for n, a in result.gradients.items()}))
+        return found
+
+    expected = []
+    for epoch in zip(*ranks, strict=True):
+        for windows_of_step in itertools.zip_longest(*epoch, fillvalue=[]):
+            batches = [batch for window in windows_of_step for batch in window]
+            weight = sum(tokens for _, tokens in batches)
+            parts = [[tokens * np.float64(g) for g in gradients_of(seed)] for seed, tokens in batches]
+            expected.append((weight, len(batches), [sum(each) / weight for each in zip(*parts, strict=True)]))
+    for steps in on_ranks(work, len(ranks)):
+        assert [step[:2] for step in steps] == [step[:2] for step in expected]
+        for (*_, ours), (*_, theirs) in zip(steps, expected, strict=True):
+            for one, other in zip(ours.values(), theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_one_micro_batch_each_is_one_process_with_all_bit_for_bit_over_tcp_too():
