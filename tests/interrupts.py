@@ -19,15 +19,15 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 
 
 class _Tracer:
-    """Notes where this thread comes in the package, before each line and after each return; at one it raises Ctrl-C's.
+    """Notes where this thread comes in the package, before each line and after each return; at one it raises `kind`.
 
     CPython looks for signals behind calls and jumps back; 3.10 also behind a return, whose value is lost then. So not
     at a `try`, or a `return` or `raise` of what is there, nor where a `with` of a lock ends: that counts as a line, but
     there is no call between the last one inside and the release.
     """
 
-    def __init__(self, at=None):
-        self.times, self._at = collections.Counter(), at
+    def __init__(self, at=None, kind=KeyboardInterrupt):
+        self.times, self._at, self._kind = collections.Counter(), at, kind
 
     def __call__(self, frame, event, argument):
         return self._of_line if frame.f_code.co_filename.startswith(PACKAGE) else None
@@ -38,7 +38,7 @@ class _Tracer:
             place = frame.f_code.co_filename, frame.f_lineno, event
             self.times[place] += 1
             if (*place, self.times[place]) == self._at:
-                raise KeyboardInterrupt
+                raise self._kind
         return self._of_line
 
 
@@ -113,6 +113,15 @@ def kept_interrupt(at, call):
         _traced(_Tracer(at), call)
     except KeyboardInterrupt as interrupt:
         return interrupt
+    return None
+
+
+def raised_at(at, call, fault):
+    """Raise an exception at one of a call's places, as a signal's handler does; what the call ended with, or None."""
+    try:
+        _traced(_Tracer(at, fault), call)
+    except BaseException as end:
+        return end
     return None
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 from pathlib import Path
 
 import msgpack
@@ -34,9 +35,12 @@ def run(page, monkeypatch, folder):
         if importlib.util.find_spec(name) is None:
             pytest.skip("CuPy is not installed" if name == "cupy" else f"{page} needs {name}, which is not installed")
     monkeypatch.chdir(folder)
-    names = {}
-    for block in blocks_of(page):
-        exec(compile(block, page, "exec"), names)
+    names, handler = {}, signal.getsignal(signal.SIGTERM)
+    try:
+        for block in blocks_of(page):
+            exec(compile(block, page, "exec"), names)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     return names
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import linecache
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 from backends import available
 from devices import assign, bits_of, on_host, put_all, synchronize
 from folds import Fold, accumulate
-from interrupts import interrupted_at, kept_interrupt, places_of, signalled
+from interrupts import interrupted_at, kept_interrupt, places_of, raised_at, signalled
 from ranks import on_ranks
 from transports import SOON, Transport, group, on_all
 
@@ -378,6 +379,88 @@ class TestTwoWorkers:
             pair.run(train)
             for rank, user in enumerate(pair.users):
                 assert same(user.results, wanted[rank]), (rank, user.endings, pair.ends)
+
+
+class Preempted(Exception):
+    """A signal handler's, derived from Exception directly."""
+
+
+class Ended(BaseException):
+    """Another one's, which no `except Exception` sees."""
+
+
+class TestHandlers:
+    """What a signal handler raises reaches the caller as it is, and what the call had begun is broken, or over."""
+
+    def place(self, engine):
+        state = engine.accumulator.state
+        return engine.current_step, state.now, state.changes, engine.accumulator.accumulated_count
+
+    def calls_of(self, engine):
+        """A window's calls: the last `add` sends it, where there are other workers."""
+        gradients = micro_batch(engine.rank, 0, 0)
+        return [
+            partial(engine.add, gradients),
+            engine.state_dict,
+            partial(engine.add, gradients),
+            partial(engine.all_gather_object, "loss", 1.0),
+            engine.step,
+        ]
+
+    def assert_whole(self, engine, at, kind):
+        """Make the calls of a window up to the one that the exception ends; whether there was one."""
+        fault = kind()
+        for number, call in enumerate(self.calls_of(engine)):
+            before = self.place(engine)
+            end = raised_at(at[number], call, fault) if number in at else call()
+            if number in at and fault.__traceback__ is not None:
+                assert end is fault, (at, end)
+                file, line, event, _ = at[number]
+                is_over = event == "return" and "return method(self" in linecache.getline(file, line)
+                is_over |= number == 4 and engine.current_step == 1
+                assert engine.accumulator.state.now is State.BROKEN or self.place(engine) == before or is_over, at
+                return True
+        return False
+
+    @pytest.mark.parametrize("kind", [Preempted, Ended])
+    def test_alone_at_any_line_of_any_call(self, kind):
+        engine, ended = GradientEngine(LAYOUT, micro_batches=2), 0
+        places = [places_of(call) for call in self.calls_of(engine)]
+        for number, of_call in enumerate(places):
+            for at in of_call:
+                ended += self.assert_whole(GradientEngine(LAYOUT, micro_batches=2), {number: at}, kind)
+        assert ended > 0.9 * sum(map(len, places))
+
+    @pytest.mark.parametrize("transport", [Transport.THREADS, Transport.UNIX, Transport.TCP])
+    @pytest.mark.parametrize("kind", [Preempted, Ended])
+    def test_with_another_worker_that_does_not_wait(self, transport, kind):
+        """At each 16th line. The other worker ends its step, or is told that this one has left."""
+        times = {"timeout": DEADLINE, "join_timeout": DEADLINE}
+        places = self.run(transport, times, None, kind)
+        chosen = [(number, at) for number, of_call in enumerate(places) for at in of_call][(kind is Ended) * 8 :: 16]
+        ended = [self.run(transport, times, {number: at}, kind) for number, at in chosen]
+        assert sum(ended) > 0.8 * len(ended) > 15
+
+    def run(self, transport, times, at, kind):
+        """The places of a window's calls; or whether rank 0's call ended with the exception."""
+
+        def work(exchange):
+            engine = GradientEngine(LAYOUT, exchange=exchange, micro_batches=2)
+            if exchange.rank:
+                with contextlib.suppress(PeerLost):
+                    for call in self.calls_of(engine):
+                        call()
+                return None
+            if at is None:
+                return [places_of(call) for call in self.calls_of(engine)]
+            started = time.monotonic()
+            ended = self.assert_whole(engine, at, kind)
+            exchange.close()
+            assert time.monotonic() - started < DEADLINE
+            return ended
+
+        with group(transport, 2, **times) as exchanges:
+            return on_all(work, exchanges)[0]
 
 
 class TestOneRankAlone:

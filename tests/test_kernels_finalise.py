@@ -37,12 +37,14 @@ def numbers_of(decision):
 class TestTally:
     """What workers told each other, added up; what is wrong is in the payload of a NaN, where the divisor would be."""
 
-    FIELDS = np.dtype([("numbers", "<f8", 3), ("step", "<u8"), ("scale", "<u8"), ("bounds", "<u8"), ("flags", "<u8")])
+    NAMES = "step", "scale", "bounds", "stop", "flags"
+    FIELDS = np.dtype([("numbers", "<f8", 3), *((name, "<u8") for name in NAMES)])
 
     def tallied(self, device, rows):
-        told, sums = np.zeros(len(rows), self.FIELDS), device.put(np.zeros(3))
-        for row, (three, *facts) in zip(told, rows, strict=True):
-            row["numbers"], row["step"], row["scale"], row["bounds"], row["flags"] = three, *facts, -1 % 2**64
+        told, sums = np.zeros(len(rows), self.FIELDS), device.put(np.zeros(4))
+        for row, (three, step, scale, bounds, *stop) in zip(told, rows, strict=True):
+            row["numbers"], row["step"], row["scale"], row["bounds"], row["flags"] = three, step, scale, bounds, -1 % 2**64
+            row["stop"] = stop[0] if stop else 0
         there = device.put(told.view(np.int64))  # which is read later
         device.kernels.tally(there, len(rows), sums)
         return on_host(sums)
@@ -53,8 +55,8 @@ class TestTally:
 
     def test_numbers_are_added_in_rank_order(self, device):
         rows = [(three, 7, 2**63 + 5, 9) for three in ((1e16, 1.0, 4), (1.0, 0.1, 0), (1.0, 0.2, 2))]
-        assert self.tallied(device, rows).tolist() == [1e16 + 1.0 + 1.0, 1.0 + 0.1 + 0.2, 6]
-        assert self.tallied(device, rows[2:]).tolist() == [1.0, 0.2, 2]
+        assert self.tallied(device, rows).tolist() == [1e16 + 1.0 + 1.0, 1.0 + 0.1 + 0.2, 6, 0]
+        assert self.tallied(device, rows[2:]).tolist() == [1.0, 0.2, 2, 0]
 
     @pytest.mark.parametrize(
         ("rows", "fault"),
@@ -68,7 +70,14 @@ class TestTally:
     def test_who_is_in_another_step_or_has_other_settings_is_told(self, device, rows, fault):
         sums = self.tallied(device, [((1.0, 2.0, 1), *row) for row in rows])
         assert self.payload(sums[0]) == fault
-        assert sums[1:].tolist() == [2.0 * len(rows), len(rows)]
+        assert sums[1:].tolist() == [2.0 * len(rows), len(rows), 0]
+
+    @pytest.mark.parametrize("step", [3, 4])
+    @pytest.mark.parametrize("asks", [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 1, 1)])
+    def test_one_that_asks_to_stop_is_enough_also_where_a_step_is_refused(self, device, asks, step):
+        sums = self.tallied(device, [((1.0, 2.0, 1), 3 if rank else step, 3, 3, stop) for rank, stop in enumerate(asks)])
+        assert sums[3] == float(any(asks))
+        assert math.isnan(sums[0]) is (step != 3)
 
     def test_no_micro_batch_at_all_is_told(self, device):
         assert self.payload(self.tallied(device, [((1.0, 0.0, 0), 3, 3, 3)] * 2)[0]) == 3

@@ -27,8 +27,8 @@ def group_of(*parts):
     return SimpleNamespace(all_gather=lambda data: [data if part is None else part for part in parts])
 
 
-def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", **terms):
-    return packed(f"stats of step {step}", [{**TERMS, "window": "", **terms}, weight, count, unused, totals])
+def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", stop=False, **terms):
+    return packed(f"stats of step {step}", [{**TERMS, "window": "", **terms}, weight, count, unused, totals, stop])
 
 
 @given(st.lists(st.floats(2.0**-30, 2.0**30), min_size=1, max_size=5))

@@ -137,6 +137,17 @@ class TestAsLightningsOwn:
         assert_same(with_engine(Halved()), fitted(Halved(), gradient_clip_val=MAX_NORM))
 
 
+def test_a_request_to_stop_ends_the_fit_after_its_step():
+    module = Net()
+    callback = callback_of(module)
+    trainer = trainer_of(callback)
+    callback._engine.stop_after_step()
+    trainer.fit(module, data())
+    assert (trainer.global_step, len(module.losses)) == (1, K)
+    fitted(module, callback)
+    assert len(module.losses) == K + 20
+
+
 class Save(Callback):
     """A checkpoint after a micro-batch, and the end."""
 

@@ -190,6 +190,18 @@ def begin(self):
     self.callback_handler.on_train_begin(self.args, self.state, self.control)
 
 
+@pytest.mark.parametrize("saves", ["no", "epoch"])
+def test_a_request_to_stop_ends_the_run_after_its_step_and_saves_if_trainer_saves(tmp_path, saves):
+    trainer = trainer_of(tmp_path, llama(), save_strategy=saves)
+    _, engine = with_engine(trainer)
+    engine.stop_after_step()
+    trainer.train()
+    assert trainer.state.global_step == engine.current_step == 1
+    assert (tmp_path / "checkpoint-1").exists() is (saves == "epoch")
+    trainer.train()
+    assert engine.current_step == 1 + trainer.state.max_steps
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("engine_options", "options", "says"),

@@ -88,12 +88,15 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
             device.wait_for(self._producers)  # refuses a stream that records a graph
             self._state.now = State.BROKEN  # from here on only the device knows whether it ran
             self._late.count_from(step)
+            stop = self._reducer.asks_to_stop()
+            if self._sums is not None:
+                self._sums.ask_to_stop(stop)
             self._graph.replay()
             device.hand_over(self._producers)
         self._late.send()
         self._state.changes += 1
-        made = result.of_replay(step)
-        self._reducer.begin(step + 1)
+        made = result.of_replay(step, stop)
+        self._reducer.begin(step + 1, is_made=True)
         return made
 
     def ask(self, call: Call) -> State:

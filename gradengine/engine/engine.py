@@ -41,7 +41,8 @@ class GradientEngine:
 
     Every call checks its arguments before it changes anything. A step that failed can be run again: call `step()` once
     more, after `reconnect` if the exchange was lost; or drop the window by `discard()`. A call that was interrupted, as
-    by Ctrl-C, leaves the step broken and the exchange closed: call `discard()`, then `reconnect`.
+    by Ctrl-C or by what a signal handler raises, leaves the step broken and the exchange closed: call `discard()`, then
+    `reconnect`. To stop all ranks after a whole step call `stop_after_step()` in the handler.
 
     On a GPU nothing waits for the device: work is queued on the current CuPy stream, and norm, scale and verdict are
     arrays on the device. A gradient that is not finite is handed back as zeros, and its error is raised late, by the
@@ -395,7 +396,7 @@ class GradientEngine:
             if decision.bad is None:
                 self._late.send()
         self._deciding.follow(decision)
-        reducer.begin(step + 1)
+        reducer.begin(step + 1, is_made=True)
         return result
 
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], object]:
@@ -415,6 +416,29 @@ class GradientEngine:
         key = object()
         self._observers[key] = callback
         return partial(self._observers.pop, key, None)
+
+    def stop_after_step(self) -> None:
+        """Ask all ranks to stop together: the next step's `result.stop` is true on every rank.
+
+        One rank calls this, or several. It only sets an attribute, so a signal handler may call it at any time, also
+        while another call of this engine runs. Nothing ends by itself: the loop looks at `result.stop`.
+
+        A step reads the request just before the ranks agree on it, or before a replay is queued. A request that arrives
+        later counts for the next step. Each request is reported once, also by a step that was skipped or deferred.
+        After that the loop may go on. A step that fails or is interrupted keeps the request, and so does `discard()`.
+        `state_dict()` does not save it.
+
+        Example:
+            >>> import os, signal
+            >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
+            >>> before = signal.signal(signal.SIGTERM, lambda *_: engine.stop_after_step())
+            >>> os.kill(os.getpid(), signal.SIGTERM)
+            >>> engine.add({"w": np.array([3, 4], np.float32)})
+            >>> engine.step().stop
+            True
+            >>> handler = signal.signal(signal.SIGTERM, before)
+        """
+        self._reducer.stop_request = object()
 
     @property
     def has_open_window(self) -> bool:

@@ -125,6 +125,14 @@ class StepResult:
         return self._ready._stats.micro_batches
 
     @property
+    def stop(self) -> Any:
+        """Whether a rank has called `engine.stop_after_step()`: true in the same step on all ranks, once a request.
+
+        A bool. If workers sum on their GPUs, a 0-d array there of 0.0 or 1.0: reading it waits for the step.
+        """
+        return self._ready._stats.stop
+
+    @property
     def unused(self) -> frozenset[str]:
         """Names of the components without a gradient in any micro-batch of any worker, on any part of the model.
 
@@ -252,9 +260,15 @@ class StepResult:
     def __repr__(self) -> str:
         return f"StepResult(step={self.step}, deferred={self.deferred}, {self.metrics()})"
 
-    def of_replay(self, step: int) -> StepResult:
-        """A result of another step, with this result's arrays: a graph's replay writes the same memory."""
-        return replace(self, step=step, _changes=self._accumulator.state.changes)
+    def of_replay(self, step: int, stop: bool) -> StepResult:
+        """A result of another step, with this result's arrays: a graph's replay writes the same memory.
+
+        `stop` is that of a lone engine: where workers sum on their GPUs there is an array of it.
+        """
+        stats = self._stats
+        if stats.on_device is None and stats.stop is not stop:
+            stats = replace(stats, stop=stop)
+        return replace(self, step=step, _stats=stats, _changes=self._accumulator.state.changes)
 
     @property
     def _ready(self) -> StepResult:

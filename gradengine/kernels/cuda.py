@@ -198,7 +198,8 @@ class CudaKernels(Kernels):
         Args:
             told: A row of 8-byte words for each worker, in rank order.
             workers: How many.
-            sums: Three fp64 numbers to be written: what a sum is divided by, or NaN; weight, and micro-batches.
+            sums: Four fp64 numbers to be written: what a sum is divided by, or NaN; weight; micro-batches; whether to
+                stop, 1.0 or 0.0.
         """
         self._launches.run("tally", 1, 1, (told, np.uint32(workers), np.uint32(told.size // workers), sums))
 

@@ -24,8 +24,8 @@ from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
 from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
 
-_HEADER = 6  # words of `Told` in tally.cu
-_STEP, _BOUNDS = 3, 5  # the words with the step's number and the bounds' digest
+_HEADER = 7  # words of `Told` in tally.cu
+_STEP, _BOUNDS, _STOP = 3, 5, 6  # the words with the step's number, the bounds' digest, and a request to stop
 
 
 class _Round(NamedTuple):
@@ -79,6 +79,7 @@ class DeviceSums:
             self._make_told()
         self._behind: Any = None  # an event after calls for which the arena's other work does not wait yet
         self._failure: PeerLost | None = None
+        self._asks = False  # as `_asked` says, which replays read
         self._queue(self._gather)  # so that NCCL starts now, and not in the first step or within a capture
         self._is_under_way = False  # some of this step's calls were made, and not all
 
@@ -95,7 +96,7 @@ class DeviceSums:
         except PeerLost as fault:
             self._failure = fault
 
-    def finish(self, facts: Sequence[float], step: int, scale: float) -> None:
+    def finish(self, facts: Sequence[float], step: int, scale: float, *, stop: bool) -> None:
         """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
         Called within the arena's order.
@@ -104,6 +105,7 @@ class DeviceSums:
             facts: This rank's part of the sum's divisor, its weight, and its micro-batches.
             step: The step's number, the same on all ranks.
             scale: The loss scale, the same on all ranks; 1 if only the device has it.
+            stop: Whether this rank asks all ranks to stop after the step.
 
         Raises:
             PeerLost: A call of this step failed: the arena holds neither a sum nor this rank's own gradients.
@@ -113,17 +115,24 @@ class DeviceSums:
         self._words[: len(facts)].view(np.float64)[:] = facts
         self._words[_STEP] = step
         self._words[_STEP + 1 : _STEP + 2].view(np.float64)[:] = scale
+        self._words[_STOP] = stop
         self._flags[:] = self._accumulator.unused
         self._queue(self._tell)
         self._is_under_way = False
         self._order()
 
     def totals(self) -> list[Scalar]:
-        """Return arrays of the divisor of the sum, and of all ranks' weight and number of micro-batches.
+        """Return arrays of the sum's divisor, of all ranks' weight and micro-batches, and of whether one asks to stop.
 
         The divisor is NaN if the ranks are not in one step, or none has a micro-batch.
         """
-        return [self._sums[i : i + 1].reshape(()) for i in range(3)]
+        return [self._sums[i : i + 1].reshape(()) for i in range(4)]
+
+    def ask_to_stop(self, asks: bool) -> None:
+        """Queue a copy of whether this rank asks to stop, for a replay that is queued next; in the arena's order."""
+        if asks is not self._asks:
+            self._device.copied_into(self._asked, np.array([asks], np.int64))
+            self._asks = asks
 
     def unused(self) -> Flags:
         """Which components got no gradient on any rank, in the step that was queued last; waits for it."""
@@ -183,8 +192,9 @@ class DeviceSums:
         self._flags = self._words[_HEADER:].view(np.uint8)[:flags]
         upload = self._device.upload
         self._mine, self._told = upload(self._words), upload(np.zeros((self._ranks, self._words.size), np.int64))
-        self._sums = upload(np.zeros(3))
-        self._verdict.order.keep(self._told, self._sums)  # they are read on the engine's streams too
+        self._sums, self._asked = upload(np.zeros(4)), upload(np.zeros(1, np.int64))
+        # They are used on the engine's streams too.
+        self._verdict.order.keep(self._told, self._sums, self._asked)
         mine, told = self._calls.tensor(self._mine), self._calls.tensor(self._told)
         self._tells, self._told_by = [mine] * self._ranks, [told[r] for r in range(self._ranks)]
 
@@ -213,8 +223,9 @@ class DeviceSums:
     def _tell(self) -> None:
         device = self._device
         device.copied_into(self._mine, self._words)
-        if device.is_capturing():  # each replay is another step, which the device counts
+        if device.is_capturing():  # each replay is another step, which the device counts, with a request of its own
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
+            device.copy_within(self._mine[_STOP : _STOP + 1], self._asked)
         device.copy_within(self._mine[_BOUNDS : _BOUNDS + 1], self._digest)
         self._gather()
         self._kernels.tally(self._told, self._ranks, self._sums)

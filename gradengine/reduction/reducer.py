@@ -29,6 +29,7 @@ from gradengine.reduction.device_sums import DeviceSums
 from gradengine.reduction.stats import Finding, Scale, StepStats, TensorParallelGroup, agree
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
+Place: TypeAlias = tuple[int, State, int]  # a step's number and state, and how often its memory was written to
 
 _NO_TOTALS: Float64 = np.empty(0)
 
@@ -39,17 +40,19 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def whole(method: _Method) -> _Method:
     """Make an interrupted call of this method leave the step broken and close the exchanges, so that no worker waits.
 
-    A call during which the device fails does so too. After another error the state is what it was before the call,
-    unless memory was written. The method's object has a `_reducer`.
+    A call during which the device fails does so too, and one that ends with another library's or a signal handler's
+    exception once it has changed something. After another error the state is what it was before the call. The method's
+    object has a `_reducer`.
     """
 
     @functools.wraps(method)
     def called(self: Any, /, *given: Any, **named: Any) -> Any:
-        step = self._reducer.step
+        reducer, state = self._reducer, self._reducer.accumulator.state
+        before = reducer.step, state.now, state.changes
         try:
             return method(self, *given, **named)
         except BaseException as fault:
-            self._reducer.break_off_after(fault, step)
+            reducer.break_off_after(fault, before)
             raise
 
     return cast("_Method", called)
@@ -67,6 +70,7 @@ class Reducer:
         sums: The sums over the workers in the open step, once they are here; None without other workers.
         agreed: The stats of the open step, which all ranks have and which are final; always None for a lone one.
         is_only_worker: Whether no other worker has the same part of the model.
+        stop_request: The newest request to stop, an object of its own; a signal handler may set it at any time.
     """
 
     def __init__(
@@ -92,6 +96,10 @@ class Reducer:
         self.sums: Sums | None = None
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
         self._loaded_from: Worker | None = None  # the worker whose window was loaded, while that is open
+        # Only the handler writes the first, only the step the others: a request during a step is not lost.
+        self.stop_request: object = None
+        self._read_request: object = None  # in the open step
+        self._reported: tuple[int, object] = (-1, None)  # the last request of this rank in a result, and its step
 
     @property
     def is_alone(self) -> bool:
@@ -204,6 +212,11 @@ class Reducer:
         self.agreed = None if is_alone else stats
         return stats
 
+    def asks_to_stop(self) -> bool:
+        """Read whether this rank asks all ranks to stop after the open step; one that is recorded is not made."""
+        self._read_request = self.stop_request
+        return self._read_request is not self._reported[1] and self._state.now is not State.RECORDED
+
     def divisor(self, stats: StepStats) -> float:
         """The number by which the sum over all workers is divided; 1 where only the device knows it."""
         if self.on_device is not None:
@@ -235,11 +248,14 @@ class Reducer:
             self._leave()
         self.begin(self.step + (now is State.AGREED or is_queued))
 
-    def break_off_after(self, fault: BaseException, step: int) -> None:
-        """Break off the step of this number if a call that began in it was interrupted, or lost the device."""
-        is_broken = self._state.now is State.BROKEN and not isinstance(fault, GradientError)
-        if is_broken or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
-            self.break_off(step)
+    def break_off_after(self, fault: BaseException, before: Place) -> None:
+        """Break off the step in which a call began, at this place, if it was interrupted, or lost the device."""
+        now, is_ours = (self.step, self._state.now, self._state.changes), isinstance(fault, GradientError)
+        is_broken = self._state.now is State.BROKEN and not is_ours
+        # A signal handler's exception may come after the last line that changed something.
+        is_late = now != before and not is_ours and not isinstance(fault, MemoryError)
+        if is_broken or is_late or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
+            self.break_off(before[0])
 
     def break_off(self, step: int) -> None:
         """Mark the step of this number as broken after an interrupt, and close the exchanges, so that no rank waits.
@@ -247,6 +263,8 @@ class Reducer:
         The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
         """
         self._state.now, self.step = State.BROKEN, step
+        if self._reported[0] == step:  # in a result that nobody has
+            self._reported = (-1, None)
         self._leave()
 
     def facts(self) -> Facts:
@@ -266,8 +284,11 @@ class Reducer:
         if sums is not self.on_device:
             raise CallerError("the window was captured with other workers", do="capture it again")
 
-    def begin(self, step: int, whose: Worker | None = None) -> None:
-        """Begin the step of this number with an empty window; `whose` is the worker whose window is loaded next."""
+    def begin(self, step: int, whose: Worker | None = None, *, is_made: bool = False) -> None:
+        """Begin the step of this number with an empty window; `whose` is the worker whose window is loaded next.
+
+        `is_made` says that the step before was made: its result reports the request to stop that it has read.
+        """
         for exchange in (self.workers, self.parts.exchange):
             if exchange is not None:
                 exchange.begin(step)
@@ -276,6 +297,8 @@ class Reducer:
         self._means, self.agreed, self.sums, self._loaded_from = set(), None, None, whose
         self.accumulator.drop_window()
         self.step = step
+        if is_made and self._read_request is not self._reported[1]:
+            self._reported = step - 1, self._read_request
         self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
 
     # ---- inside ----
@@ -300,12 +323,14 @@ class Reducer:
         self.start(self._layout.spans)
         count, weight = accumulator.accumulated_count, accumulator.total_weight
         part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
+        mine = self._stats(_NO_TOTALS)
         with accumulator.changing():
-            sums.finish((part, weight, count), self.step, scale[0])
+            sums.finish((part, weight, count), self.step, scale[0], stop=mine.stop)
         accumulator.forget_measured()
         accumulator.measure_rest()
-        mine, (divisor, weight, batches) = self._stats(_NO_TOTALS), sums.totals()
-        return replace(mine, weight=weight, micro_batches=batches, on_device=divisor, ask_device=sums.unused)
+        divisor, weight, batches, stop = sums.totals()
+        told = {"weight": weight, "micro_batches": batches, "stop": stop}
+        return replace(mine, **told, on_device=divisor, ask_device=sums.unused)
 
     def _leave(self) -> None:
         self._leave_device()
@@ -331,8 +356,9 @@ class Reducer:
         return None
 
     def _stats(self, totals: Float64) -> StepStats:
-        accumulator = self.accumulator
-        return StepStats(accumulator.total_weight, accumulator.accumulated_count, totals, accumulator.unused)
+        accumulator, stop = self.accumulator, self.asks_to_stop()
+        weight, count = accumulator.total_weight, accumulator.accumulated_count
+        return StepStats(weight, count, totals, accumulator.unused, stop=stop)
 
     def _to_mean(self, span: Span) -> None:
         """Turn the span's sum into this worker's mean, only once in a step."""

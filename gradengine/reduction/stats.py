@@ -43,6 +43,7 @@ class StepStats:
     totals: Float64  # squared sum of each component
     unused: Flags
     workers: int = 1  # workers that had a micro-batch
+    stop: Scalar = False  # whether a rank asks all ranks to stop; on the GPU 0.0 or 1.0, as `weight`
     on_device: Scalar = None  # the part of the divisor that only the device knows
     ask_device: Callable[[], Flags] | None = None  # tells what no rank used, where `unused` is this rank's own
 
@@ -63,7 +64,8 @@ def agree(exchange: Exchange, mine: StepStats, step: int, terms: Terms) -> StepS
     """
     stats, unused = stats_of_all(exchange, mine, step, terms)
     weight, counts = ordered_sum([one.weight for one in stats]), [one.micro_batches for one in stats]
-    return StepStats(weight, sum(counts), mine.totals, unused, len(counts) - counts.count(0))
+    workers, stop = len(counts) - counts.count(0), any(one.stop for one in stats)
+    return StepStats(weight, sum(counts), mine.totals, unused, workers, stop)
 
 
 def stats_of_all(
@@ -84,7 +86,7 @@ def stats_of_all(
     """
     alike = {**terms, "window": window}
     totals = mine.totals.astype("<f8").tobytes() if window else b""
-    own = [alike, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals]
+    own = [alike, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals, mine.stop]
     # Not by `tell`, which keeps its answers: a step that was refused is run again with the right loss scale.
     told = gathered(exchange.all_gather(packed(f"stats of step {step}", own)))
     stats = [_read(rank, facts, own) for rank, facts in enumerate(told)]
@@ -100,10 +102,11 @@ def stats_of_all(
 def _read(rank: int, facts: Any, own: list[Any]) -> StepStats:
     """Return the stats in a rank's facts, which have the types and sizes of this rank's own."""
     if isinstance(facts, list) and [*map(type, facts)] == [*map(type, own)]:
-        _, weight, count, flags, totals = facts
+        _, weight, count, flags, totals, stop = facts
         is_weighed = 0 < weight < np.inf if count > 0 else (weight, count) == (0, 0)
-        if is_weighed and [len(flags), len(totals)] == [*map(len, own[3:])]:
-            return StepStats(weight, count, np.frombuffer(totals, "<f8"), np.frombuffer(flags, np.uint8) != 0)
+        if is_weighed and [len(flags), len(totals)] == [*map(len, own[3:5])]:
+            unused = np.frombuffer(flags, np.uint8) != 0
+            return StepStats(weight, count, np.frombuffer(totals, "<f8"), unused, stop=stop)
     what, expected = f"rank {rank}'s stats are impossible", "a weight and micro-batches, or 0 and none"
     raise ProtocolError(what, got=facts, expected=expected)
 
@@ -138,7 +141,8 @@ class TensorParallelGroup:
             return mine
         with _InGroup():
             parts, unused = stats_of_all(self.exchange, mine, step, terms, _described(self._accumulator.weights))
-            return replace(mine, totals=self._totals_of_the_model([part.totals for part in parts]), unused=unused)
+            totals = self._totals_of_the_model([part.totals for part in parts])
+            return replace(mine, totals=totals, unused=unused, stop=any(part.stop for part in parts))
 
     def first_found(self, mine: Finding | None, step: int) -> tuple[Finding, int | None] | None:
         """Return the first finding of all ranks, in layout order, and its rank; `mine` is this rank's."""

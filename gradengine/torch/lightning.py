@@ -68,7 +68,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         leave_sum_to(self._engine, trainer.strategy.model, trainer.world_size)
         attached = self._fit.enter_context(attach(pl_module, self._engine))
         self._fit.callback(vars(pl_module).pop, "optimizer_step", None)
-        finish = partial(self._finish, attached, getattr(trainer.precision_plugin, "scaler", None))
+        finish = partial(self._finish, trainer, attached, getattr(trainer.precision_plugin, "scaler", None))
         pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: object) -> None:
@@ -85,11 +85,12 @@ class EngineCallback(Callback):  # type: ignore[misc]
         """Load the engine's state from a checkpoint."""
         self._engine.load_state_dict(state_dict)
 
-    def _finish(self, attached: Attached, scaler: Any, closure: Callable[[], Any]) -> Any:
+    def _finish(self, trainer: Trainer, attached: Attached, scaler: Any, closure: Callable[[], Any]) -> Any:
         """Run the last micro-batch of a window, then the engine's step; what the micro-batch returned."""
         output = closure()
         if self._engine.has_open_window:
             self.result = attached.step(scaler=scaler, unscale=False, partial=True)
+            trainer.should_stop = trainer.should_stop or bool(self.result.stop)
         return output
 
 

@@ -79,6 +79,12 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         if self._engine.has_open_window:
             self._step()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the run after a step that says stop, and save a checkpoint if Trainer saves any."""
+        if self.result is not None and self.result.stop:
+            control.should_training_stop = True
+            control.should_save |= args.save_strategy != "no"
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the hooks."""
         self._run.close()
