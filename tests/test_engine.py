@@ -470,7 +470,7 @@ class TestCost:
         assert operations(lambda: first_step(80)) / operations(lambda: first_step(40)) < 2.2
 
     @pytest.mark.parametrize("names", ["abc", [f"layers.{i}.{n}" for i in range(4) for n in "qkv"]])
-    def test_the_last_add_of_a_window_is_39_calls_and_a_step_48(self, names):
+    def test_the_last_add_of_a_window_is_39_calls_and_a_step_49(self, names):
         """What many small tensors cost is Python's: 0.1 us a call, and more where it has not run for a while."""
         layout = GradientLayout.of(dict.fromkeys(names, (4,)))
         engine, gradients = new_engine(layout=layout, micro_batches=2), {n: np.ones(4, np.float32) for n in names}
@@ -480,7 +480,7 @@ class TestCost:
             engine.step()
         assert 10 < self.calls_of(lambda: engine.add(gradients)) <= 33
         assert 10 < self.calls_of(lambda: engine.add(gradients)) <= 39
-        assert 10 < self.calls_of(engine.step) <= 48
+        assert 10 < self.calls_of(engine.step) <= 49
 
     def calls_of(self, work):
         """Python functions of the package that a call goes through, comprehensions and generators included."""

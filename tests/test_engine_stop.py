@@ -61,18 +61,19 @@ class TestAllRanks:
             assert on_all(work, exchanges) == [flags.any(axis=1).tolist()] * ranks
         assert len({*flags.any(axis=1).tolist()}) == 2
 
-    def test_of_a_tensor_parallel_grid_too(self):
-        flags = flags_of(1, 10, 4)
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_of_a_tensor_parallel_grid_too(self, workers):
+        flags = np.kron(np.eye(2 * workers, dtype=bool), [[True], [False]])  # each rank alone, then nobody
 
-        def work(workers, parts):
+        def work(group, parts):
             partitions = {"layers.0.w": "column", "head": "replicated"}
             layout = GradientLayout.of(
                 {"layers.0.w": (3,), "head": (2,)}, tp_rank=parts.rank, tp_size=2, partitions=partitions
             )
-            engine = GradientEngine(layout, exchange=workers, tp_exchange=parts)
-            return steps_of(engine, flags[:, 2 * workers.rank + parts.rank])
+            engine = GradientEngine(layout, exchange=group, tp_exchange=parts)
+            return steps_of(engine, flags[:, 2 * group.rank + parts.rank])
 
-        assert on_grid(work, 2, 2) == [[flags.any(axis=1).tolist()] * 2] * 2
+        assert on_grid(work, workers, 2) == [[flags.any(axis=1).tolist()] * 2] * workers
 
     def test_a_trainers_last_result_says_so(self):
         class Descent:

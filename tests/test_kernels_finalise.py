@@ -41,10 +41,8 @@ class TestTally:
     FIELDS = np.dtype([("numbers", "<f8", 3), *((name, "<u8") for name in NAMES)])
 
     def tallied(self, device, rows):
-        told, sums = np.zeros(len(rows), self.FIELDS), device.put(np.zeros(4))
-        for row, (three, step, scale, bounds, *stop) in zip(told, rows, strict=True):
-            row["numbers"], row["step"], row["scale"], row["bounds"], row["flags"] = three, step, scale, bounds, -1 % 2**64
-            row["stop"] = stop[0] if stop else 0
+        facts = [(three, step, scale, bounds, *(stop or [0]), -1 % 2**64) for three, step, scale, bounds, *stop in rows]
+        told, sums = np.array(facts, self.FIELDS), device.put(np.zeros(4))
         there = device.put(told.view(np.int64))  # which is read later
         device.kernels.tally(there, len(rows), sums)
         return on_host(sums)
@@ -75,7 +73,8 @@ class TestTally:
     @pytest.mark.parametrize("step", [3, 4])
     @pytest.mark.parametrize("asks", [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 1, 1)])
     def test_one_that_asks_to_stop_is_enough_also_where_a_step_is_refused(self, device, asks, step):
-        sums = self.tallied(device, [((1.0, 2.0, 1), 3 if rank else step, 3, 3, stop) for rank, stop in enumerate(asks)])
+        rows = [((1.0, 2.0, 1), 3 if rank else step, 3, 3, stop) for rank, stop in enumerate(asks)]
+        sums = self.tallied(device, rows)
         assert sums[3] == float(any(asks))
         assert math.isnan(sums[0]) is (step != 3)
 

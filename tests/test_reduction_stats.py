@@ -47,8 +47,8 @@ def test_weights_and_counts_are_summed_in_rank_order_the_same_on_every_rank(weig
 
 
 IMPOSSIBLE = [*(told(weight) for weight in (-1.0, 0.0, math.nan, math.inf)), told(count=0), told(count=-1)]
-IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00")]
-IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b""])]
+IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00"), told(stop=1)]
+IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b"", False])]
 IMPOSSIBLE += [told(unused=bytes(3)), told(totals=bytes(16)), packed("stats of step 7", None)]
 
 
@@ -81,7 +81,7 @@ def test_other_terms_are_named(name, other):
     ):
         agree(group_of(None, told(**{name: other})), MINE, *PLACE)
     without = {key: value for key, value in TERMS.items() if key != name}
-    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b""])
+    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b"", False])
     with pytest.raises(ExchangeError, match=f"rank 1 has another {name} than rank 0"):
         agree(group_of(None, lacking), MINE, *PLACE)
 
@@ -98,6 +98,12 @@ def test_parts_of_a_model_tell_their_squared_sums_and_what_their_windows_were():
     assert theirs.totals.tolist() == [1.0, np.inf]
     with pytest.raises(ExchangeError, match="rank 1 has another window than rank 0: got 3 micro-batches, expected 2"):
         stats_of_all(group_of(None, sent[1]), MINE, *PLACE, "2 micro-batches")
+
+
+@pytest.mark.parametrize("asks", [(False, False), (True, False), (False, True)])
+def test_a_request_to_stop_of_any_rank_is_one_of_all(asks):
+    own = StepStats(1.0, 1, TOTALS, NONE, stop=asks[0])
+    assert agree(group_of(None, told(stop=asks[1])), own, *PLACE).stop is any(asks)
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,13 @@ def test_what_all_workers_are_told():
 @pytest.mark.parametrize("on_non_finite", ["raise", "skip", "propagate"])
 def test_a_part_of_a_model_is_neither_clipped_nor_skipped_by_itself(on_non_finite):
     part = GradientLayout.of({"w": (3,)}, tp_rank=1, tp_size=2, partitions={"w": "row"})
-    refuse_lone_part(LAYOUT, PLAN, on_non_finite, None)
+    refuse_lone_part(LAYOUT, None, PLAN, on_non_finite, None)
     unclipped = ClipPlan((0,), (math.inf,))
     for plan in [PLAN, ClipPlan((0, 1), (math.inf, 2.0)), *([unclipped] if on_non_finite == "skip" else [])]:
         with pytest.raises(CallerError, match="got part 1 of 2, and no tp_exchange"):
-            refuse_lone_part(part, plan, on_non_finite, None)
+            refuse_lone_part(part, None, plan, on_non_finite, None)
     if on_non_finite != "skip":
-        refuse_lone_part(part, unclipped, on_non_finite, None)
+        refuse_lone_part(part, None, unclipped, on_non_finite, None)
 
 
 def test_each_window_has_its_own_loss_scale_and_an_open_one_keeps_it():

@@ -26,7 +26,7 @@ from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
 from gradengine.errors import CallerError, ExchangeError, GradientError, not_copied
 from gradengine.exchange.exchange import Exchange
-from gradengine.kernels import ClipPlan, DeviceLike, StepStatus, kernels_for
+from gradengine.kernels import DeviceLike, StepStatus, kernels_for
 from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout, Span, refuse_no_layout
@@ -120,8 +120,7 @@ class GradientEngine:
         self.micro_batches = None if micro_batches is None else whole_number("micro_batches", micro_batches, 1)
         if not isinstance(loss_scale, DynamicLossScale):
             loss_scale = checked_loss_scale(loss_scale)
-        if tp_exchange is None:
-            settings.refuse_lone_part(layout, plan, on_non_finite, on_spike)
+        settings.refuse_lone_part(layout, tp_exchange, plan, on_non_finite, on_spike)
         self.layout, self.on_non_finite, self.on_spike, self.average = layout, on_non_finite, on_spike, average
         is_shared = exchange is not None and exchange.shares_memory
         self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
@@ -198,7 +197,7 @@ class GradientEngine:
     @whole
     def max_norm(self, value: MaxNorm) -> None:
         plan = self._clipping.with_bounds(value)
-        self._refuse_lone_part(plan)
+        settings.refuse_lone_part(self.layout, self.tp_exchange, plan, self.on_non_finite, self.on_spike)
         if plan.max_norms != self._clipping.plan.max_norms:
             change = {"setting": "bound", "change": f"max_norm={value}"}
             self._state.ask(Call.SET, lambda: {**self._reducer.facts(), **change})
@@ -529,7 +528,7 @@ class GradientEngine:
         self._ask(Call.LOAD)
         saved = loaded_state(state, self.layout, self.micro_batches, self._shared)
         plan, whose = self._clipping.with_saved(saved.max_norms), saved.worker if saved.window.is_open else None
-        self._refuse_lone_part(plan)
+        settings.refuse_lone_part(self.layout, self.tp_exchange, plan, self.on_non_finite, self.on_spike)
         if self.exchange is not None:
             refuse_other_worker(whose, self._reducer.worker)
         self.check()
@@ -597,7 +596,3 @@ class GradientEngine:
             if not self._captures:
                 self._late.raise_pending()
         self._state.ask(call, self._reducer.facts)
-
-    def _refuse_lone_part(self, plan: ClipPlan) -> None:
-        if self.tp_exchange is None:
-            settings.refuse_lone_part(self.layout, plan, self.on_non_finite, self.on_spike)

@@ -72,10 +72,12 @@ def refuse_short(room: int | None, count: int, *, partial: bool) -> None:
         )
 
 
-def refuse_lone_part(layout: GradientLayout, plan: ClipPlan, on_non_finite: str, on_spike: object) -> None:
+def refuse_lone_part(
+    layout: GradientLayout, tp_exchange: object, plan: ClipPlan, on_non_finite: str, on_spike: object
+) -> None:
     """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
     clips, skips = any(bound < math.inf for bound in plan.max_norms), on_non_finite == "skip"
-    if layout.tp_size > 1 and (clips or skips or on_spike is not None):
+    if layout.tp_size > 1 and tp_exchange is None and (clips or skips or on_spike is not None):
         raise CallerError(
             "one part of a model cannot be clipped or skipped by itself",
             got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
