@@ -132,7 +132,7 @@ def test_whoever_asks_is_told_of_this_step():
     late = SimpleNamespace(of_step=asked.append)
     result = dataclasses.replace(result, step=3, _decision=decision, _late=late)
     assert result.non_finite is None
-    assert result.of_replay(4).non_finite is None
+    assert result.of_replay(4, stop=False).non_finite is None
     assert asked == [3, 4]
 
 
