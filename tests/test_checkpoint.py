@@ -33,7 +33,7 @@ LAYOUT = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1
 NAMES = (
     *("version", "step", "layout", "micro_batches", "average", "groups", "max_norms"),
     *("loss_scale", "loss_scale_tracker", "norm_mean", "norm_variance", "norm_steps"),
-    *("rank", "world_size", "says_nothing"),
+    *("rank", "world_size", "counted_weight", "dropped", "says_nothing"),
     *("micro_batch_weights", "counts", "used", "filled", "sums"),
 )
 
@@ -516,6 +516,8 @@ HOSTILE = [
     ({"loss_scale_tracker": number(-1)},),
     *(({name: number(bad, np.float64)},) for name in ("norm_mean", "norm_variance") for bad in (-1, np.nan, np.inf)),
     ({"norm_steps": number(-1)},),
+    *(({"counted_weight": number(bad, np.float64)},) for bad in (0, -1, np.nan, np.inf)),
+    ({"dropped": number(1)}, "on_non_finite"),
     ({"groups": np.full(12, 48, np.uint8)},),
     *(({"max_norms": np.array(bad)}, "max_norm") for bad in ([], [1.0, 2.0], [0.0], [np.nan], [-1.0], 1.0, [1])),
     ({"rank": number(1)},),

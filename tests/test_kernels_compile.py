@@ -22,7 +22,7 @@ REGISTERS_OF_AN_SM = 65536
 LEAST_THREADS_OF_AN_SM = 512
 ARGUMENTS_ANY_DRIVER_TAKES, ARGUMENTS_CUDA_12_1_TAKES = 4096, 32764
 
-SMALL = ("finalise", "tally")  # a thread block, or a thread
+SMALL = ("finalise", "tally", "judge")  # a thread block, or a thread
 STREAMING = [name for name in nvrtc.names() if name not in SMALL]  # these move gradients, sixteen bytes at a time
 WRITING = [name for name in STREAMING if name != "measure"]
 UNIT = int(re.search(r"UNIT = (\d+)", toolchain.source("measure"))[1])
@@ -178,7 +178,8 @@ ARITHMETIC = {
     "accumulate": {*WIDENED, "mul.rn.f32", "add.rn.f32", *SQUARES},
     "measure": {*WIDENED, *SQUARES},
     "finalise": {*WIDENED, "add.f64", "sqrt.rn.f64", "div.rn.f64", "cvt.rn.f32.f64", "cvt.f64.f32", *STATISTICS},
-    "tally": {"add.f64"},
+    "tally": {"add.f64", "cvt.rn.f64.u64"},
+    "judge": {"add.f64", "cvt.f64.f32"},
     "hand_back": {*WIDENED, "mul.rn.f32", "cvt.rn.f16.f32"},
 }
 OR_FUSED = {"mul.f64"}  # the first of eight squares, where the compiler does not add it to zero
@@ -251,10 +252,10 @@ def test_registers_leave_room_for_thread_blocks_with_enough_loads(compiled, made
 
 @pytest.mark.parametrize("name", ["finalise"])
 def test_a_warp_asks_for_four_components_at_once_and_for_sixteen_rows(compiled):
-    """For their sizes, then for four rows of each, before it adds any; then for more of each. First, for the weight."""
+    """For their sizes, then for four rows of each, before it adds any; then for more of each. First for two weights."""
     need(nvrtc.disassembler(), "nvdisasm")
     (code,) = nvrtc.listings(compiled.cubin).values()
-    assert [*nvrtc.runs_of_loads(code, bits=64)][:7] == [1, 4, *[16] * 5]
+    assert [*nvrtc.runs_of_loads(code, bits=64)][:8] == [1, 1, 1, 4, *[16] * 4]
 
 
 # Subnormals are kept though CuPy asks to flush them. What may flush are eight squares added in fp32, which are thrown

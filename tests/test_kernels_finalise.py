@@ -37,12 +37,12 @@ def numbers_of(decision):
 class TestTally:
     """What workers told each other, added up; what is wrong is in the payload of a NaN, where the divisor would be."""
 
-    NAMES = "step", "scale", "bounds", "stop", "flags"
+    NAMES = "step", "scale", "bounds", "stop", "dropped", "flags"
     FIELDS = np.dtype([("numbers", "<f8", 3), *((name, "<u8") for name in NAMES)])
 
     def tallied(self, device, rows):
-        facts = [(three, step, scale, bounds, *(stop or [0]), -1 % 2**64) for three, step, scale, bounds, *stop in rows]
-        told, sums = np.array(facts, self.FIELDS), device.put(np.zeros(4))
+        facts = [(*row[:4], *(row[4:] or [0]), 2, -1 % 2**64) for row in rows]
+        told, sums = np.array(facts, self.FIELDS), device.put(np.zeros(5))
         there = device.put(told.view(np.int64))  # which is read later
         device.kernels.tally(there, len(rows), sums)
         return on_host(sums)
@@ -53,8 +53,8 @@ class TestTally:
 
     def test_numbers_are_added_in_rank_order(self, device):
         rows = [(three, 7, 2**63 + 5, 9) for three in ((1e16, 1.0, 4), (1.0, 0.1, 0), (1.0, 0.2, 2))]
-        assert self.tallied(device, rows).tolist() == [1e16 + 1.0 + 1.0, 1.0 + 0.1 + 0.2, 6, 0]
-        assert self.tallied(device, rows[2:]).tolist() == [1.0, 0.2, 2, 0]
+        assert self.tallied(device, rows).tolist() == [1e16 + 1.0 + 1.0, 1.0 + 0.1 + 0.2, 6, 0, 6]
+        assert self.tallied(device, rows[2:]).tolist() == [1.0, 0.2, 2, 0, 2]
 
     @pytest.mark.parametrize(
         ("rows", "fault"),
@@ -68,7 +68,7 @@ class TestTally:
     def test_who_is_in_another_step_or_has_other_settings_is_told(self, device, rows, fault):
         sums = self.tallied(device, [((1.0, 2.0, 1), *row) for row in rows])
         assert self.payload(sums[0]) == fault
-        assert sums[1:].tolist() == [2.0 * len(rows), len(rows), 0]
+        assert sums[1:].tolist() == [2.0 * len(rows), len(rows), 0, 2 * len(rows)]
 
     @pytest.mark.parametrize("step", [3, 4])
     @pytest.mark.parametrize("asks", [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 1, 1)])

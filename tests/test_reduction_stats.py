@@ -27,8 +27,9 @@ def group_of(*parts):
     return SimpleNamespace(all_gather=lambda data: [data if part is None else part for part in parts])
 
 
-def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", stop=False, **terms):
-    return packed(f"stats of step {step}", [{**TERMS, "window": "", **terms}, weight, count, unused, totals, stop])
+def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", stop=False, dropped=0, **terms):
+    facts = [{**TERMS, "window": "", **terms}, weight, count, unused, totals, stop, dropped]
+    return packed(f"stats of step {step}", facts)
 
 
 @given(st.lists(st.floats(2.0**-30, 2.0**30), min_size=1, max_size=5))
@@ -48,7 +49,8 @@ def test_weights_and_counts_are_summed_in_rank_order_the_same_on_every_rank(weig
 
 IMPOSSIBLE = [*(told(weight) for weight in (-1.0, 0.0, math.nan, math.inf)), told(count=0), told(count=-1)]
 IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00"), told(stop=1)]
-IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b"", False])]
+IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b"", False, 0])]
+IMPOSSIBLE += [told(0.0, 1, dropped=2), told(0.0, 1, dropped=-1), told(1.0, 1, dropped=1), told(dropped=0.0)]
 IMPOSSIBLE += [told(unused=bytes(3)), told(totals=bytes(16)), packed("stats of step 7", None)]
 
 
@@ -81,7 +83,7 @@ def test_other_terms_are_named(name, other):
     ):
         agree(group_of(None, told(**{name: other})), MINE, *PLACE)
     without = {key: value for key, value in TERMS.items() if key != name}
-    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b"", False])
+    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b"", False, 0])
     with pytest.raises(ExchangeError, match=f"rank 1 has another {name} than rank 0"):
         agree(group_of(None, lacking), MINE, *PLACE)
 

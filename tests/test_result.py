@@ -86,7 +86,7 @@ class TestNumbers:
             "grad_norm": math.hypot(*norms),
             "clip_scale": min(min(1.0, 0.5 / norm) for norm in (norms if groups else [math.hypot(*norms)])),
             **dict.fromkeys(("clipped", "micro_batches"), 1),
-            **dict.fromkeys(("skipped", "exchange_seconds", "exchange_hidden_seconds"), 0),
+            **dict.fromkeys(("skipped", "dropped", "exchange_seconds", "exchange_hidden_seconds"), 0),
             "weight": 2,
         }
         if groups:

@@ -26,9 +26,10 @@ from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_wei
 from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
-from gradengine.errors import WindowError, not_copied
+from gradengine.errors import CallerError, WindowError, not_copied
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
+from gradengine.kernels.kept import DROPS, Drops
 from gradengine.layout import GradientLayout, Slot, Span, refuse_no_layout
 
 
@@ -44,9 +45,10 @@ class PerBlockGradientAccumulator:
         hold: Micro-batches kept by reference and added in one pass. Until then their arrays must stay unchanged, and
             keep their memory.
         is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
+        drops: Read each micro-batch before it is added, and add nothing of it if it is not finite. It is whole then.
 
     Raises:
-        CallerError: `hold` is not a whole number >= 1.
+        CallerError: `hold` is not a whole number >= 1, or more than 1 with `drops`.
 
     Attributes:
         layout: The components: names, shapes and order.
@@ -74,15 +76,24 @@ class PerBlockGradientAccumulator:
         *,
         hold: int = 1,
         is_shared: bool = False,
+        drops: bool = False,
     ) -> None:
         refuse_no_layout(layout)
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
+        if drops and self.hold > 1:
+            what = "a micro-batch that may be dropped is added at once, and not held"
+            raise CallerError(what, got=f"hold={hold}", expected="hold=1")
         self.kernels = kernels = kernels_for("cpu" if kernels is None else kernels)
         self.memory = memory = kernels.device.allocate(layout.arena_size, is_shared=is_shared)
         self.arena = kernels.arena([memory.part(slot.offset, slot.stop) for slot in layout.slots], memory)
         with self.arena.in_order():
             kernels.fill_zero([memory.part(*gap) for gap in layout.padding])
         self._window = Window(len(layout.slots))
+        #: What the micro-batches count if those that are not finite are dropped.
+        self.drops: Drops | None = None
+        if drops:
+            sums = kernels.partial_sums(self.arena.partials.sizes, memory)
+            self.drops = Drops(kernels.kept(self.arena, DROPS, 0.0, 0, 0.0, 0), sums)
         self.state = StepState(kernels.device)
         self._intake = Intake(kernels.device, memory)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
@@ -124,8 +135,23 @@ class PerBlockGradientAccumulator:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the window's weights, in fp64, in order."""
+        """Sum of the weights of the window's micro-batches that were not dropped, in fp64, in order.
+
+        With `drops` on a GPU this waits for it.
+        """
+        if self.drops is not None and self._window.weights:
+            return float(self.drops.kept.read()[0])
         return ordered_sum(map(float, self._window.weights))
+
+    @property
+    def asked_weight(self) -> float:
+        """Sum of the weights of all of the window's micro-batches, dropped ones too; nothing waits for it."""
+        return ordered_sum(map(float, self._window.weights))
+
+    @property
+    def dropped(self) -> int:
+        """The window's micro-batches that were dropped; with `drops` on a GPU this waits for it."""
+        return int(self.drops.kept.read()[1]) if self.drops is not None and self._window.weights else 0
 
     @property
     def mean_factor(self) -> np.float32:
@@ -200,6 +226,7 @@ class PerBlockGradientAccumulator:
             LayoutMismatch, BufferRefused: The first gradient is one that `add_components` would refuse.
             WindowError: The weight is bad, or a component has fewer micro-batches than the others.
         """
+        self._refuse_parts()
         added, scalar = self.state.ask(Call.BEGIN), checked_weight(weight)
         self._window.refuse_lagging(self.layout.slots)
         for name, gradient in first.items():
@@ -405,7 +432,8 @@ class PerBlockGradientAccumulator:
                 sums[slot.offset : slot.stop] = 0  # an earlier window's
         says_nothing, weights = self.state.now is State.NOTHING, np.array(self.weights, np.float32)
         counts, used = window.counts.astype(np.int64), window.used | self._exposed
-        return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums)
+        counted = self.total_weight, self.dropped
+        return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums, *counted)
 
     def load(self, saved: SavedWindow) -> None:
         """Replace the empty window by one that was saved."""
@@ -415,6 +443,10 @@ class PerBlockGradientAccumulator:
                 slot = self.layout.slots[position]
                 self.kernels.device.write(self.arena.targets[position], saved.sums[slot.offset : slot.stop])
             self._window = Window.of(saved)
+            if self.drops is not None:
+                self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0)
+        if self.drops is not None:
+            self.measure_rest()  # of a micro-batch that is dropped nothing is measured anew
 
     # ---- inside ----
 
@@ -468,6 +500,8 @@ class PerBlockGradientAccumulator:
         measure: bool,
         prefix: str = "",
     ) -> None:
+        if self.drops is not None and call is not Call.ADD:
+            self._refuse_parts()
         added, scalar, measure = self.state.ask(call), checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
@@ -478,10 +512,21 @@ class PerBlockGradientAccumulator:
             self._hold(contribution, scalar, added, measure=measure)
             return
         self.state.write()
+        dropped = False if self.drops is None else self._judge(self.drops, contribution, scalar)
         self._window.count(contribution, scalar, is_coming=added is State.COMING)
         is_first = ~self._window.filled[span.where]
-        self._fold([FoldPass(span, is_first, [contribution], [scalar])], measure=measure)
+        self._fold([FoldPass(span, is_first, [contribution], [scalar], dropped)], measure=measure)
         self.state.now = added
+
+    def _refuse_parts(self) -> None:
+        if self.drops is not None:
+            what, got = "a micro-batch that may be dropped is added as a whole", "a part of one"
+            raise CallerError(what, got=got, expected="engine.add(gradients)", do="or use on_non_finite='skip'")
+
+    def _judge(self, drops: Drops, contribution: Contribution, weight: np.float32) -> Any:
+        """Whether a whole micro-batch is dropped, for its fold."""
+        is_first = not self._window.weights
+        return self.kernels.judge(self.arena, contribution, weight, drops, is_first=is_first)
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, span = self._window, contribution.slots
@@ -526,4 +571,4 @@ class PerBlockGradientAccumulator:
         measure = measure or self.kernels.measures_in_passing
         for fold in passes:
             self.kernels.accumulate(self.arena, fold, measure=measure)
-            self._window.folded(fold, measured=measure)
+            self._window.folded(fold, measured=measure and fold.dropped is not True)

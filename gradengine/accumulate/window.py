@@ -34,6 +34,8 @@ class SavedWindow:
     used: Flags
     filled: Flags
     sums: npt.NDArray[np.float32]  # the arena, with zeros for what is not filled; empty where nothing is
+    counted_weight: float  # of the micro-batches that were not dropped
+    dropped: int  # micro-batches that were
 
     @property
     def is_open(self) -> bool:

@@ -37,6 +37,7 @@ class Content(NamedTuple):
 
 
 _VERSION = 2
+_WINDOW = "counted_weight", "dropped", "says_nothing", "counts", "used", "filled", "sums"
 _NORMS = "norm_mean", "norm_variance", "norm_steps"
 _NUMBER: Final = ()  # the shape of one
 _BYTES: Final = None  # as many as there are
@@ -56,6 +57,8 @@ _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
     "norm_steps": ("int64", _NUMBER),
     "rank": ("int64", _NUMBER),
     "world_size": ("int64", _NUMBER),
+    "counted_weight": ("float64", _NUMBER),  # of the micro-batches that were not dropped
+    "dropped": ("int64", _NUMBER),  # micro-batches that were
     "says_nothing": ("bool", _NUMBER),  # add(None) said that nothing comes
     "micro_batch_weights": ("float32", _BYTES),  # of each micro-batch so far
     "counts": ("int64", _BYTES),  # micro-batches of each component so far
@@ -81,7 +84,7 @@ def saved_state(
         **dict(zip(("loss_scale", "loss_scale_tracker"), content.loss_scale, strict=True)),
         **dict(zip(_NORMS, content.norms, strict=True)),
         **dict(zip(("rank", "world_size"), content.worker, strict=True)),
-        **{name: getattr(window, name) for name in ("says_nothing", "counts", "used", "filled", "sums")},
+        **{name: getattr(window, name) for name in _WINDOW},
     }
     return {name: np.asarray(values[name], dtype) for name, (dtype, _) in _FIELDS.items()}
 
@@ -108,6 +111,8 @@ def loaded_state(
     _refuse_other_setting("micro_batches", found["micro_batches"].item() or None, micro_batches)
     for name in ("average", "groups"):
         _refuse_other_setting(name, found[name].tobytes().decode(errors="replace"), shared[name])
+    if found["dropped"] and shared["on_non_finite"] != "drop_micro_batch":
+        _refuse_other_setting("on_non_finite", "drop_micro_batch", shared["on_non_finite"])
     worker = checked_rank(found["rank"].item(), found["world_size"].item())
     step = whole_number("step", found["step"].item(), 0, MOST // 2)
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
@@ -176,4 +181,9 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None
             got=f"{weights.size} weights, and {counts.min()} to {counts.max()} micro-batches of a component",
             expected="a weight for each micro-batch" + ("" if room is None else f", of {room} at most"),
         )
-    return SavedWindow(says_nothing, weights, counts, used, filled, sums)
+    counted_weight, dropped = found["counted_weight"].item(), found["dropped"].item()
+    is_weighed = 0 < counted_weight < math.inf if dropped < weights.size else counted_weight == 0
+    if not 0 <= dropped <= weights.size or not is_weighed:
+        what = "'counted_weight' and 'dropped' of a saved state contradict its micro-batches"
+        raise CallerError(what, got=f"weight {counted_weight:g}, and {dropped} of {weights.size} dropped")
+    return SavedWindow(says_nothing, weights, counts, used, filled, sums, counted_weight, dropped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, final
 
@@ -58,14 +59,17 @@ class Deciding:
         plan, spikes = self.clipping.plan, self._spikes
         scale = self.scaling.known(reducer)
         stats = reducer.agree(scale)
-        divisor = scale[0] * reducer.divisor(stats)
-        refuse_bad_divisor(divisor, "the window's weight times the loss scale")
+        # Each micro-batch was dropped, so the step is skipped. If the host does not have the weight, K2 looks at it.
+        is_empty = isinstance(stats.weight, float) and stats.weight == 0
+        divisor = math.inf if is_empty else scale[0] * reducer.divisor(stats)
+        if not is_empty:
+            refuse_bad_divisor(divisor, "the window's weight times the loss scale")
         if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
             judged = None if spikes is None else spikes.judged
             decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
         else:
             decision = self._kernels.finalise(
-                self._accumulator.arena, plan, divisor, weight=stats.on_device,
+                self._accumulator.arena, plan, divisor, weight=stats.on_device, counted=stats.counted,
                 loss_scale=dynamic, bounds=self.clipping.bounds, spikes=spikes, zero_if_bad=zero_if_bad,
                 step=0 if late is None else late.note_queued(step),
             )  # fmt: skip

@@ -57,6 +57,8 @@ class GradientEngine:
         exchange: Sums over workers; None for one worker. For a part of a model: over the workers with the same part.
         on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "propagate" the gradient
             unclipped: with groups only the group that holds it, while each other group keeps its bound.
+            "drop_micro_batch" reads each micro-batch before it is added, and leaves out one that is not finite, with
+            its weight. The rest of the window is a step; one of which nothing is left is skipped.
         micro_batches: Micro-batches in a window, if known: the last one measures the norm in the same pass, and its
             spans are sent to the other workers at once. More are refused, of any block, as fewer are by `step()`.
         hold: Micro-batches kept by reference and added in one pass; their buffers must stay unchanged until then.
@@ -123,15 +125,15 @@ class GradientEngine:
         settings.refuse_lone_part(layout, tp_exchange, plan, on_non_finite, on_spike)
         self.layout, self.on_non_finite, self.on_spike, self.average = layout, on_non_finite, on_spike, average
         is_shared = exchange is not None and exchange.shares_memory
-        self.accumulator = PerBlockGradientAccumulator(layout, kernels_for(device), hold=hold, is_shared=is_shared)
+        self.accumulator = PerBlockGradientAccumulator(
+            layout, kernels_for(device), hold=hold, is_shared=is_shared, drops=on_non_finite == "drop_micro_batch"
+        )
         self._kernels, self._state = self.accumulator.kernels, self.accumulator.state
         self._state.has_engine = True
         self._shared, self._clipping = shared, Clipping(plan, names, self.accumulator, shared)
         bounds = self._clipping.bounds
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=plan, bounds=bounds)
-        readback = self._kernels.status_readback(self.accumulator.arena, plan)
-        raises = on_non_finite == "raise"
-        self._late = None if readback is None else DeferredErrors(readback, layout, raises=raises)  # on a GPU
+        self._late = DeferredErrors.of(self.accumulator, plan, raises=on_non_finite == "raise")  # on a GPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
         self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike)
         self._captures: list[CapturedWindow] = []  # the one that records now, if any

@@ -19,7 +19,7 @@ from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import truth_value
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, WindowError, not_copied
 from gradengine.exchange.exchange import Sums
-from gradengine.kernels import Decision
+from gradengine.kernels import ClipPlan, Decision
 from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 from gradengine.reduction.stats import StepStats
@@ -125,6 +125,14 @@ class StepResult:
         return self._ready._stats.micro_batches
 
     @property
+    def dropped(self) -> Any:
+        """Micro-batches of all workers that were not finite and left out, if `on_non_finite` is "drop_micro_batch".
+
+        `micro_batches` counts them too, and `weight` does not. An int; on a GPU an array there, unless it waits anyway.
+        """
+        return self._ready._stats.dropped
+
+    @property
     def stop(self) -> Any:
         """Whether a rank has called `engine.stop_after_step()`: true in the same step on all ranks, once a request.
 
@@ -150,10 +158,10 @@ class StepResult:
             blocks: Add the norm of each block, and of each component outside the blocks, as "grad_norm/layers.0".
 
         Returns:
-            "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight" and
-            "micro_batches" of all workers; "exchange_seconds" from the first span sent until the last sum was received,
-            and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0 without an
-            exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
+            "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight",
+            "micro_batches" and "dropped" of all workers; "exchange_seconds" from the first span sent until the last sum
+            was received, and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0
+            without an exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
             "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound".
 
         Example:
@@ -176,6 +184,7 @@ class StepResult:
             "skipped": float(self.skipped),
             "weight": float(self.weight),
             "micro_batches": float(self.micro_batches),
+            "dropped": float(self.dropped),
             "exchange_seconds": total,
             "exchange_hidden_seconds": max(0.0, total - waited),
         }
@@ -297,6 +306,12 @@ class DeferredErrors:
         self._latest: StepStatus | None = None
         self._raised_bad_steps = self._raised_bad_weights = 0
         self._counted = 0  # steps, as the device will count them after all queued work
+
+    @staticmethod
+    def of(accumulator: PerBlockGradientAccumulator, plan: ClipPlan, *, raises: bool) -> DeferredErrors | None:
+        """Return those of the steps of this accumulator's device; None on the CPU."""
+        readback = accumulator.kernels.status_readback(accumulator.arena, plan)
+        return None if readback is None else DeferredErrors(readback, accumulator.layout, raises=raises)
 
     def note_queued(self, step: int) -> int:
         """Note that the step of this number is about to be queued; returns the device's count of steps after it."""

@@ -13,7 +13,7 @@ from gradengine.kernels.loss_scale import DynamicLossScale
 from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout
 
-OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate"]
+OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate", "drop_micro_batch"]
 SharedSettings: TypeAlias = dict[str, str]  # by name, as text: the same on all workers
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
@@ -75,7 +75,10 @@ def refuse_short(room: int | None, count: int, *, partial: bool) -> None:
 def refuse_lone_part(
     layout: GradientLayout, tp_exchange: object, plan: ClipPlan, on_non_finite: str, on_spike: object
 ) -> None:
-    """Raise `CallerError` if one part of a model would be clipped or skipped without the other parts."""
+    """Raise `CallerError` if one part of a model would be clipped, skipped or lack a micro-batch by itself."""
+    if layout.tp_size > 1 and on_non_finite == "drop_micro_batch":
+        what, do = "a part of a model cannot drop a micro-batch by itself", "use on_non_finite='skip'"
+        raise CallerError(what, got=f"part {layout.tp_rank} of {layout.tp_size}", do=do)
     clips, skips = any(bound < math.inf for bound in plan.max_norms), on_non_finite == "skip"
     if layout.tp_size > 1 and tp_exchange is None and (clips or skips or on_spike is not None):
         raise CallerError(

@@ -17,10 +17,10 @@ from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.cuda_device import CudaDevice
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
-from gradengine.kernels.launch import FINALISE_THREADS, Launches, Table, chunk_for, entries_of
+from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Drops, Kept
+from gradengine.kernels.launch import FINALISE_THREADS, THREADS, Launches, Table, chunk_for, entries_of
 from gradengine.kernels.loss_scale import LossScale
-from gradengine.kernels.operands import OVERWRITE, Destinations, FoldPass, producers_of, tagged
+from gradengine.kernels.operands import OVERWRITE, Contribution, Destinations, FoldPass, producers_of, tagged
 from gradengine.kernels.spikes import Spikes
 from gradengine.kernels.status import DeviceDecision, StatusReadback, device_decision
 from gradengine.kernels.streams import StreamOrder
@@ -73,7 +73,8 @@ class CudaKernels(Kernels):
         columns = 1 if len(fold.contributions) == 1 else _SOURCES
         table = self._table_of(arena, fold.slots)
         partials = _partials(arena) if measure else (_NULL, _NULL)
-        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
+        dropped = fold.dropped if isinstance(fold.dropped, self.xp.ndarray) else _NULL
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, dropped)
         rows = fold.addresses(columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights = list(fold.weights[first : first + columns])
@@ -85,6 +86,19 @@ class CudaKernels(Kernels):
                 self.device.give_back(contribution.producers, contribution.views, contribution.sources)
         if self.device.recorded is not None:
             self.device.recorded.kept += fold.contributions
+
+    def judge(
+        self, arena: Arena, contribution: Contribution, weight: np.float32, drops: Drops, *, is_first: bool
+    ) -> Any:
+        """See `Kernels.judge`; two launches. The answer is an array, which later micro-batches overwrite."""
+        assert isinstance(drops.kept, DeviceKept)  # noqa: S101  (made by `kept`)
+        table, counts = self._table_of_all(arena), drops.sums.non_finite
+        arguments = (np.uint32(counts.size), np.float32(weight), np.uint32(is_first), drops.kept.memory)
+        with arena.in_order():
+            squares = (np.int64(table.chunk), drops.sums.values, counts)
+            self._launches.over(table, "measure", squares, contribution.addresses)
+            self._launches.run("judge", 1, THREADS, (counts, *arguments))
+        return drops.kept.field("is_bad")
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """See `Kernels.measure`; one launch."""
@@ -101,7 +115,7 @@ class CudaKernels(Kernels):
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """See `Kernels.zero`; one launch, of K1 without a source."""
         table = self._table_of(arena, slots)
-        arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena))
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena), _NULL)
         with arena.in_order():
             self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 
@@ -114,6 +128,7 @@ class CudaKernels(Kernels):
         zero_if_bad: bool,
         step: int = 0,
         weight: Scalar = None,
+        counted: Scalar = None,
         loss_scale: LossScale | None = None,
         bounds: Kept | None = None,
         spikes: Spikes | None = None,
@@ -130,6 +145,7 @@ class CudaKernels(Kernels):
             np.float64(plan.max_norms[0]),
             np.float64(divisor),
             _NULL if weight is None else weight,
+            _NULL if counted is None else counted,
             *_scaling(loss_scale),
             *_spikes(spikes),
             np.uint32(zero_if_bad),

@@ -131,14 +131,16 @@ def decide(
 ) -> Decision:
     """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
 
-    `judged` says whether a finite norm is a spike. One that is clipped scales each group at most to its bound.
+    `judged` says whether a finite norm is a spike. One that is clipped scales each group at most to its bound. A
+    divisor of infinity means that all micro-batches were dropped: the step is skipped.
     """
     norm = math.sqrt(sum_in_order(totals)) / divisor
     groups = len(plan.max_norms)
     norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
     scales = list(map(clip_scale, norms, plan.max_norms, repeat(divisor)))  # of the groups, which are first
     bad = () if math.isfinite(norm) else tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
-    spike = judged(norm) if judged is not None and math.isfinite(norm) else None
+    is_empty = math.isinf(divisor)
+    spike = judged(norm) if judged is not None and math.isfinite(norm) and not is_empty else None
     if spike is not None and spike.is_found and not spike.skips:
         most = clip_scale(norm, spike.held, divisor)
         scales = [min(scale, most) for scale in scales]
@@ -150,7 +152,7 @@ def decide(
         scales=tuple(scales),
         factors=tuple([np.float32(scale / divisor) for scale in scales]),
         inverse=np.float32(divisor / scales[0] if scales[0] else math.inf),
-        skipped=(bool(bad) and zero_if_bad) or (spike is not None and spike.skips),
+        skipped=is_empty or (bool(bad) and zero_if_bad) or (spike is not None and spike.skips),
         bad=bad,
         spiked=spike is not None and spike.is_found,
         spike_bound=math.inf if spike is None else spike.bound,

@@ -58,6 +58,7 @@ struct Spike {
 struct Divisor {  // what the sum is divided by
   double value, told;
   bool is_bad;
+  bool is_empty;  // every micro-batch was dropped
 };
 
 struct Segments {  // members of segment s: member[start[s]] .. member[start[s + 1] - 1]; segment 0 is everything
@@ -245,7 +246,7 @@ __device__ __forceinline__ Divisor divisor_of(double by_value, const double* wei
   const double value = (scaling ? widen(scaling->scale) * by_value : by_value) * factor;
   const double told = weight ? factor : by_value;  // by its bits a NaN says what is wrong
   const bool is_good = value >= 0x1p-126 && value <= 0x1p126;
-  return is_good ? Divisor{value, told, false} : Divisor{INFINITE, told, true};
+  return is_good ? Divisor{value, told, false, false} : Divisor{INFINITE, told, true, false};
 }
 
 __device__ __forceinline__ void follow(Scaling* scaling, const Rule& rule, bool is_finite) {
@@ -297,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
     finalise(const Target* targets, u32 components, u32 chunk_shift, const double* squares, const u32* non_finite,
              const u32* segment_start, const u32* segment_member, u32 segment_count, u32 groups,
              const double* max_norms, double max_norm, double divisor, const double* weight,
-             Scaling* scaling, double growth, double backoff, u32 interval, Norms* kept_norms, double z_score,
+             const double* counted, Scaling* scaling, double growth, double backoff, u32 interval, Norms* kept_norms, double z_score,
              double threshold, double decay, u32 warm_up, u32 skips, u32 zero_if_bad, u64 step, double* totals, u64* counts,
              double* component_norms, double* norms, double* scales, float* factors,
              StepStatus* verdict) {
@@ -305,8 +306,10 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   __shared__ Divisor by;  // no register of each thread, which would have fewer loads under way
   if (threadIdx.x == 0) {
     verdict->loss_scale = scaling ? scaling->scale : 0.0f;
-    by = Divisor{divisor, divisor, false};  // which the host has looked at
+    by = Divisor{divisor, divisor, false, false};  // which the host has looked at
     if (weight || scaling) by = divisor_of(divisor, weight, scaling);
+    // A weight of NaN says by its bits what is wrong.
+    if (counted && *counted == 0.0 && !(weight && isnan(*weight))) by = Divisor{INFINITE, 0.0, false, true};
   }
   __syncthreads();
   const u64 bad = sum_components(targets, components, chunk_shift, squares, non_finite, by, totals, counts,
@@ -317,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   __syncthreads();
   if (threadIdx.x != 0) return;
   Spike spike = {INFINITE, 0.0, false};
-  if (kept_norms && bad == NONE && !by.is_bad) {
+  if (kept_norms && bad == NONE && !by.is_bad && !by.is_empty) {
     const SpikeRule rule = {z_score, threshold, decay, warm_up, skips};
     spike = judged(norms[0], *kept_norms, rule);
     count_norm(spike.held, rule, kept_norms);
@@ -330,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(FINALISE_THREADS, 1)
   verdict->scale = narrow(scale);
   verdict->factor = factors[0];
   verdict->inverse = narrow(by.value / scales[0]);
-  verdict->skipped = by.is_bad || (bad != NONE && zero_if_bad) || (spike.is_found && skips) ? 1.0f : 0.0f;
+  verdict->skipped = by.is_bad || by.is_empty || (bad != NONE && zero_if_bad) || (spike.is_found && skips) ? 1.0f : 0.0f;
   verdict->spiked = spike.is_found ? 1.0f : 0.0f;
   verdict->spike_bound = narrow(spike.bound);
   if (scaling && !by.is_bad) follow(scaling, Rule{growth, backoff, interval}, bad == NONE);

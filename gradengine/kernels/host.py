@@ -25,7 +25,8 @@ from gradengine.kernels.host_device import HostDevice
 from gradengine.kernels.host_sums import Product, Values, sum_in_fp64
 from gradengine.kernels.host_threads import available_cpus, shared_by_threads
 from gradengine.kernels.interface import Kernels
-from gradengine.kernels.operands import Destinations, FoldPass
+from gradengine.kernels.kept import Drops
+from gradengine.kernels.operands import Contribution, Destinations, FoldPass
 from gradengine.kernels.spikes import Spikes
 from gradengine.layout.slots import Span
 
@@ -83,6 +84,9 @@ class HostKernels(Kernels):
         """Leave it to the first call: the host may allocate in a step."""
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
+        if fold.dropped:
+            self.zero(arena, fold.slots, fold.overwrite & fold.present)
+            return
         prepared, fold_piece = _prepared(arena, fold.slots), _fold_piece_of(fold)
         if measure and b"\0" not in fold.present.tobytes():
 
@@ -96,6 +100,24 @@ class HostKernels(Kernels):
         self._run(fold_piece, prepared.pieces, prepared.shared)
         if measure:
             self.measure(arena, fold.slots.places[fold.present].tolist())
+
+    def judge(
+        self, arena: Arena, contribution: Contribution, weight: np.float32, drops: Drops, *, is_first: bool
+    ) -> bool:
+        given = [(view.data, view.dtype) for view in contribution.views if view is not None]
+        if contribution.fp32 is not None:
+            given = [(array, "float32") for array in contribution.fp32]
+        chunks = [(data[start:stop], dtype) for data, dtype in given for _, start, stop in chunks_of(data.size)]
+        bad: list[bool] = []
+
+        def look(chunk: tuple[Array, str]) -> None:
+            if not _is_finite(*chunk):
+                bad.append(True)
+
+        self._run(look, chunks, sum(data.size for data, _ in chunks if data.size >= _LEAST_FOLDED))
+        before, dropped, *_ = (0.0, 0) if is_first else drops.kept.read()
+        drops.kept.write(before if bad else before + float(weight), dropped + bool(bad), float(bool(bad)), 0)
+        return bool(bad)
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         if positions is None and arena.memory is not None:
@@ -362,6 +384,13 @@ def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], p
                 total = np.add(total, _widened(data[cut], dtype, weight), out=target)
         if total is not None and total is not target:
             target[...] = total  # one term alone, in fp32 and of weight 1
+
+
+def _is_finite(values: Array, dtype: str) -> bool:
+    """Whether all elements are finite. NaN and infinity are the largest of a short dtype's bits without the sign."""
+    if dtype == "float32":
+        return bool(np.isfinite(values.max()) and np.isfinite(values.min()))
+    return bool((values.view(np.uint16) & np.uint16(0x7FFF)).max() < (0x7C00 if dtype == "float16" else 0x7F80))
 
 
 def first_non_finite(values: Values) -> tuple[int, float] | None:

@@ -17,9 +17,9 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.device import Device
-from gradengine.kernels.kept import Kept
+from gradengine.kernels.kept import Drops, Kept
 from gradengine.kernels.loss_scale import LossScale
-from gradengine.kernels.operands import Destinations, FoldPass
+from gradengine.kernels.operands import Contribution, Destinations, FoldPass
 from gradengine.kernels.spikes import Spikes
 from gradengine.kernels.status import StatusReadback
 from gradengine.layout.slots import Span
@@ -58,6 +58,23 @@ class Kernels(ABC):
         """K1: fold gradients into fp32 targets; measure what was folded in the same pass."""
 
     @abstractmethod
+    def judge(
+        self, arena: Arena, contribution: Contribution, weight: np.float32, drops: Drops, *, is_first: bool
+    ) -> Any:
+        """Read a micro-batch's gradients, and count its weight, or if one is not finite that it is dropped.
+
+        Args:
+            arena: The arena to which the micro-batch is to be added.
+            contribution: The gradients of all targets.
+            weight: The micro-batch's weight.
+            drops: What the window's micro-batches count so far.
+            is_first: Whether the micro-batch is the window's first, so that counts begin with it.
+
+        Returns:
+            `FoldPass.dropped`.
+        """
+
+    @abstractmethod
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """Measure the squared sums of all targets, or of those at these positions."""
 
@@ -79,6 +96,7 @@ class Kernels(ABC):
         zero_if_bad: bool,
         step: int = 0,
         weight: Scalar = None,
+        counted: Scalar = None,
         loss_scale: LossScale | None = None,
         bounds: Kept | None = None,
         spikes: Spikes | None = None,
@@ -93,6 +111,7 @@ class Kernels(ABC):
             step: The number of the verdict's step, counted from 1; 0 means the one after the last.
             weight: On a GPU an fp64 number there that the divisor is multiplied by. A product that is no divisor gives
                 zeros, and a verdict of its own.
+            counted: On a GPU the weight there of the micro-batches that were not dropped: 0 skips the step.
             loss_scale: On a GPU a loss scale that the divisor is multiplied by, and that the verdict changes.
             bounds: On a GPU a record of `kept.bounds_of`, read when the work runs; by default the plan's bounds.
             spikes: A policy for spikes, and the norms before this one, which a GPU's verdict changes.

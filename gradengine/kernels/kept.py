@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
+from gradengine.kernels.arena import PartialSums
 from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.decision import Scalar
 from gradengine.kernels.streams import StreamOrder
 
 BOUNDS_AT = 8  # bytes: before the bounds are those by which workers compare them
+#: What a window's micro-batches count if those that are not finite are dropped: struct Drops of judge.cu.
+DROPS = np.dtype([("weight", "<f8"), ("dropped", "<u8"), ("is_bad", "<f4"), ("unused", "<u4")])
 
 
 def bounds_of(groups: int) -> np.dtype[Any]:
@@ -31,10 +34,10 @@ class Kept:
     def __init__(self, dtype: np.dtype[Any], *values: Any) -> None:
         self._dtype, self._values = dtype, values
 
-    @property
-    def first(self) -> Scalar:
-        """The first field: a float; on a GPU always the same 0-d array, ordered after the steps that change it."""
-        return float(self._values[0])
+    def field(self, name: str) -> Scalar:
+        """Return one field: a number; on a GPU always the same 0-d array, ordered after the steps that change it."""
+        assert self._dtype.names is not None  # noqa: S101  (a record's)
+        return self._values[self._dtype.names.index(name)]
 
     def read(self) -> tuple[Any, ...]:
         """Return the fields' values; on a GPU this waits for the steps that change them."""
@@ -59,15 +62,17 @@ class DeviceKept(Kept):
         self.memory: Any = runtime.upload(self._bytes(*values))
         order.keep(self.memory)
 
-    @property
-    def first(self) -> Any:
-        """See `Kept.first`."""
+    def field(self, name: str) -> Any:
+        """See `Kept.field`."""
         self._order.follow()
-        return self._first
+        return self._fields[name]
 
     @cached_property
-    def _first(self) -> Any:
-        return self.memory[: self._dtype[0].itemsize].view(self._dtype[0]).reshape(())
+    def _fields(self) -> dict[str, Any]:
+        places = {name: field[:2] for name, field in (self._dtype.fields or {}).items() if not field[0].shape}
+        return {
+            name: self.memory[at:][: dtype.itemsize].view(dtype).reshape(()) for name, (dtype, at) in places.items()
+        }
 
     def read(self) -> tuple[Any, ...]:
         found: tuple[Any, ...] = self._order.read(self.memory).view(self._dtype)[0].item()
@@ -79,3 +84,10 @@ class DeviceKept(Kept):
 
     def _bytes(self, *values: Any) -> npt.NDArray[np.uint8]:
         return np.array([values], self._dtype).view(np.uint8)
+
+
+class Drops(NamedTuple):
+    """What a window's micro-batches count if those that are not finite are dropped."""
+
+    kept: Kept  # of `DROPS`
+    sums: PartialSums  # of the gradients of the micro-batch that is judged, like the arena's

@@ -34,16 +34,17 @@ _LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of
 _SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
 _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
 CAPACITIES = {"small": 480, "large": 4000}
-_THREADS = 256  # as the .cu files say; 512 for finalise
+THREADS = 256  # as the .cu files say; 512 for finalise
 FINALISE_THREADS = 512
 _FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant for each way of addresses
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
     "tally": ("tally",),
+    "judge": ("judge",),
     "hand_back": ("hand_back",),
 }
-_SINGLE = {"finalise", "tally"}  # which take no addresses by value
+_SINGLE = {"finalise", "tally", "judge"}  # which take no addresses by value
 
 
 def chunk_for(size: int) -> int:
@@ -154,7 +155,7 @@ class Launches:
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
         size, *rest = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
-        self.run(f"{function}_{size}", table.blocks, _THREADS, (table.rows, table.targets, *arguments, *rest))
+        self.run(f"{function}_{size}", table.blocks, THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
 
     def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:

@@ -79,12 +79,12 @@ class LossScale:
     """
 
     def __init__(self, rule: DynamicLossScale, kept: Callable[..., Kept]) -> None:
-        self.rule, self.kept = rule, kept(_SCALING, np.float32(rule.initial), 0)
+        self.rule, self.kept = rule, kept(_SCALING, float(np.float32(rule.initial)), 0)
 
     @property
     def value(self) -> Scalar:
         """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
-        return self.kept.first
+        return self.kept.field("scale")
 
     def read(self) -> tuple[np.float32, int]:
         """Return the scale, and the finite steps in a row that it has seen; on a GPU this waits."""

@@ -25,6 +25,11 @@ __device__ __forceinline__ void measure(const Row* rows, const Target* targets, 
                                         u32* non_finite, const u64* address) {
   const Row row = rows[blockIdx.x];
   const Target component = targets[row.entry];
+  const u32 place = component.first + row.chunk;
+  if (!(address[row.entry] & ADDRESS)) {  // a micro-batch has no gradient for it
+    if (threadIdx.x == 0) squares[place] = 0.0, non_finite[place] = 0;
+    return;
+  }
   const Stretch buffer(address[row.entry], component.size);
   const Share share(component.size, row.chunk, chunk, 0);
   Partial part = {0.0, 0};
@@ -36,10 +41,7 @@ __device__ __forceinline__ void measure(const Row* rows, const Target* targets, 
   const i64 edge = share.edge(threadIdx.x);
   if (edge < share.stop) part.squares += square(load_one(buffer, edge), part.non_finite);
   part = block_sum<MEASURE_THREADS>(part);
-  if (threadIdx.x == 0) {
-    squares[component.first + row.chunk] = part.squares;
-    non_finite[component.first + row.chunk] = part.non_finite;
-  }
+  if (threadIdx.x == 0) squares[place] = part.squares, non_finite[place] = part.non_finite;
 }
 
 template <int CAPACITY>

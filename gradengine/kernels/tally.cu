@@ -1,4 +1,5 @@
-// What workers have told each other of a step, added up in rank order, and whether they are in one step, with the same loss scale and bounds.
+// What workers have told each other of a step, added up in rank order, and whether they are in one step, with the same
+// loss scale and bounds.
 //
 // One thread: a few numbers of each worker, and nothing to do meanwhile that could hide that.
 
@@ -12,6 +13,7 @@ struct Told {  // as reduction/device_sums.py writes it; behind it flags that on
   u64 loss_scale;        // its bits
   u64 bounds;            // a digest of each group's bound
   u64 stop;              // 1 if this worker asks all to stop, else 0
+  u64 dropped;           // micro-batches that have no weight
 };
 
 enum : u32 { OTHER_STEP = 1, OTHER_SCALE = 2, NO_MICRO_BATCH = 3, OTHER_BOUNDS = 4, FAULTS = 5 };  // as result.py reads them
@@ -26,11 +28,11 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
   if (threadIdx.x != 0) return;
   const Told& first = *reinterpret_cast<const Told*>(told);
   double divisor = 0.0, weight = 0.0, micro_batches = 0.0;
-  u64 found = 0, stop = 0;
+  u64 found = 0, stop = 0, dropped = 0;
   for (u32 rank = 0; rank < workers; ++rank) {
     const Told& one = *reinterpret_cast<const Told*>(told + (u64)rank * words);
     divisor += one.divisor, weight += one.weight, micro_batches += one.micro_batches;
-    stop |= one.stop;
+    stop |= one.stop, dropped += one.dropped;
     if (found) continue;
     if (one.step != first.step) found = OTHER_STEP + (u64)FAULTS * rank;
     else if (one.loss_scale != first.loss_scale) found = OTHER_SCALE + (u64)FAULTS * rank;
@@ -41,4 +43,5 @@ extern "C" __global__ void __launch_bounds__(32) tally(const u64* told, u32 work
   sums[1] = weight;
   sums[2] = micro_batches;
   sums[3] = stop ? 1.0 : 0.0;
+  sums[4] = (double)dropped;
 }

@@ -9,6 +9,7 @@ sends each rank's facts: a few numbers, and which components got no gradient. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -24,8 +25,8 @@ from gradengine.kernels.kept import BOUNDS_AT, DeviceKept, Kept
 from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
 
-_HEADER = 7  # words of `Told` in tally.cu
-_STEP, _BOUNDS, _STOP = 3, 5, 6  # the words with the step's number, the bounds' digest, and a request to stop
+_HEADER = 8  # words of `Told` in tally.cu
+_WEIGHT, _COUNT, _STEP, _BOUNDS, _STOP, _DROPPED = 1, 2, 3, 5, 6, 7  # some of these words
 
 
 class _Round(NamedTuple):
@@ -96,7 +97,7 @@ class DeviceSums:
         except PeerLost as fault:
             self._failure = fault
 
-    def finish(self, facts: Sequence[float], step: int, scale: float, *, stop: bool) -> None:
+    def finish(self, facts: Sequence[float], step: int, scale: float, *, stop: bool, by_weight: bool) -> None:
         """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
 
         Called within the arena's order.
@@ -106,6 +107,7 @@ class DeviceSums:
             step: The step's number, the same on all ranks.
             scale: The loss scale, the same on all ranks; 1 if only the device has it.
             stop: Whether this rank asks all ranks to stop after the step.
+            by_weight: Whether this rank's part of the divisor is its weight.
 
         Raises:
             PeerLost: A call of this step failed: the arena holds neither a sum nor this rank's own gradients.
@@ -116,17 +118,18 @@ class DeviceSums:
         self._words[_STEP] = step
         self._words[_STEP + 1 : _STEP + 2].view(np.float64)[:] = scale
         self._words[_STOP] = stop
+        self._words[_DROPPED] = 0
         self._flags[:] = self._accumulator.unused
-        self._queue(self._tell)
+        self._queue(partial(self._tell, by_weight=by_weight))
         self._is_under_way = False
         self._order()
 
     def totals(self) -> list[Scalar]:
-        """Return arrays of the sum's divisor, of all ranks' weight and micro-batches, and of whether one asks to stop.
+        """Return arrays of the sum's divisor, all ranks' weight and micro-batches, whether one asks to stop, and drops.
 
         The divisor is NaN if the ranks are not in one step, or none has a micro-batch.
         """
-        return [self._sums[i : i + 1].reshape(()) for i in range(4)]
+        return [self._sums[i : i + 1].reshape(()) for i in range(5)]
 
     def ask_to_stop(self, asks: bool) -> None:
         """Queue a copy of whether this rank asks to stop, for a replay that is queued next; in the arena's order."""
@@ -192,7 +195,7 @@ class DeviceSums:
         self._flags = self._words[_HEADER:].view(np.uint8)[:flags]
         upload = self._device.upload
         self._mine, self._told = upload(self._words), upload(np.zeros((self._ranks, self._words.size), np.int64))
-        self._sums, self._asked = upload(np.zeros(4)), upload(np.zeros(1, np.int64))
+        self._sums, self._asked = upload(np.zeros(5)), upload(np.zeros(1, np.int64))
         # They are used on the engine's streams too.
         self._verdict.order.keep(self._told, self._sums, self._asked)
         mine, told = self._calls.tensor(self._mine), self._calls.tensor(self._told)
@@ -220,15 +223,25 @@ class DeviceSums:
                 self._kernels.accumulate(self._owned, one.fold)
             self._calls.all_to_all(one.sums, one.own, self._current)
 
-    def _tell(self) -> None:
+    def _tell(self, *, by_weight: bool) -> None:
         device = self._device
         device.copied_into(self._mine, self._words)
         if device.is_capturing():  # each replay is another step, which the device counts, with a request of its own
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
             device.copy_within(self._mine[_STOP : _STOP + 1], self._asked)
         device.copy_within(self._mine[_BOUNDS : _BOUNDS + 1], self._digest)
+        drops = self._accumulator.drops
+        if drops is not None and isinstance(drops.kept, DeviceKept) and self._words[_COUNT : _COUNT + 1].any():
+            self._tell_drops(drops.kept.memory, by_weight=by_weight)
         self._gather()
         self._kernels.tally(self._told, self._ranks, self._sums)
+
+    def _tell_drops(self, record: Any, *, by_weight: bool) -> None:
+        """Replace this rank's weight by that of the micro-batches that count, which only the device has."""
+        copy, mine = self._device.copy_within, self._mine
+        for word in (0, _WEIGHT) if by_weight else (_WEIGHT,):
+            copy(mine[word : word + 1], record[:8])
+        copy(mine[_DROPPED : _DROPPED + 1], record[8:16])
 
     def _gather(self) -> None:
         self._calls.all_to_all(self._told_by, self._tells, self._current)

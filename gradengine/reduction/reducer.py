@@ -24,6 +24,7 @@ from gradengine.exchange.gather import gathered, packed
 from gradengine.exchange.launchers import warn_of_other_ranks
 from gradengine.kernels import ClipPlan, Float64, Kept
 from gradengine.kernels.arena import PartialSums
+from gradengine.kernels.kept import Drops
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
 from gradengine.reduction.stats import Finding, Scale, StepStats, TensorParallelGroup, agree
@@ -139,7 +140,9 @@ class Reducer:
         self._leave_device()
         parts = "none" if self.parts.exchange is None else f"{self.parts.exchange.world_size} ranks"
         settings = {**self._settings, "tensor-parallel group": parts}
-        by_calls = not self._is_on_host and self._layout.tp_size == 1
+        # A worker's mean needs the weight that was not dropped, which only its GPU knows.
+        needs_weight = self._average == "per_worker" and self.accumulator.drops is not None
+        by_calls = not self._is_on_host and self._layout.tp_size == 1 and not needs_weight
         with self.accumulator.arena.in_order():
             exchange.bind(
                 self._layout, self._in_parts,
@@ -198,7 +201,8 @@ class Reducer:
         accumulator.close(measure=self.is_only_worker)
         if is_alone:
             accumulator.measure_rest()
-            stats = self._stats(_NO_TOTALS)
+            drops = None if self._is_on_host else accumulator.drops
+            stats = self._stats(_NO_TOTALS) if drops is None else self._stats_on_device(drops)
         elif self.on_device is not None:
             stats = self._agree_on_device(self.on_device, scale)
         else:
@@ -223,6 +227,8 @@ class Reducer:
             return 1.0
         if self._average == "prescaled":
             return self.worker[1]
+        if stats.on_device is not None:
+            return 1.0
         return stats.workers if self._average == "per_worker" and not self.is_only_worker else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
@@ -321,15 +327,18 @@ class Reducer:
     def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
         accumulator = self.accumulator
         self.start(self._layout.spans)
-        count, weight = accumulator.accumulated_count, accumulator.total_weight
+        count, weight = accumulator.accumulated_count, accumulator.asked_weight
         part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
-        mine = self._stats(_NO_TOTALS)
+        mine = StepStats(weight, count, _NO_TOTALS, accumulator.unused, stop=self.asks_to_stop())
         with accumulator.changing():
-            sums.finish((part, weight, count), self.step, scale[0], stop=mine.stop)
+            by_weight = self._average == "weighted"
+            sums.finish((part, weight, count), self.step, scale[0], stop=mine.stop, by_weight=by_weight)
         accumulator.forget_measured()
         accumulator.measure_rest()
-        divisor, weight, batches, stop = sums.totals()
+        divisor, weight, batches, stop, dropped = sums.totals()
         told = {"weight": weight, "micro_batches": batches, "stop": stop}
+        if accumulator.drops is not None:
+            told |= {"dropped": dropped, "counted": weight}
         return replace(mine, **told, on_device=divisor, ask_device=sums.unused)
 
     def _leave(self) -> None:
@@ -358,12 +367,21 @@ class Reducer:
     def _stats(self, totals: Float64) -> StepStats:
         accumulator, stop = self.accumulator, self.asks_to_stop()
         weight, count = accumulator.total_weight, accumulator.accumulated_count
-        return StepStats(weight, count, totals, accumulator.unused, stop=stop)
+        dropped = 0 if accumulator.drops is None else accumulator.dropped
+        return StepStats(weight, count, totals, accumulator.unused, stop=stop, dropped=dropped)
+
+    def _stats_on_device(self, drops: Drops) -> StepStats:
+        """The stats of a lone engine on a GPU, which alone has the weight of the micro-batches that it did not drop."""
+        accumulator = self.accumulator
+        weight, count, stop = drops.kept.field("weight"), accumulator.accumulated_count, self.asks_to_stop()
+        divisor = None if self._average == "prescaled" else weight
+        stats = StepStats(weight, count, _NO_TOTALS, accumulator.unused, stop=stop, on_device=divisor)
+        return replace(stats, dropped=drops.kept.field("dropped"), counted=weight)
 
     def _to_mean(self, span: Span) -> None:
         """Turn the span's sum into this worker's mean, only once in a step."""
         accumulator = self.accumulator
-        if span.key in self._means or not accumulator.accumulated_count:
+        if span.key in self._means or not accumulator.total_weight:
             return
         factor, targets = accumulator.mean_factor, [accumulator.target_of(slot) for slot in span.slots]
         with accumulator.changing():

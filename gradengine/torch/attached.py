@@ -410,7 +410,8 @@ class Attached(AbstractContextManager["Attached"]):
     @property
     def _may_skip(self) -> bool:
         policy = self._engine.on_spike
-        return self._engine.on_non_finite == "skip" or (policy is not None and policy.action == "skip")
+        skips_spikes = policy is not None and policy.action == "skip"
+        return skips_spikes or self._engine.on_non_finite in {"skip", "drop_micro_batch"}
 
     def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.

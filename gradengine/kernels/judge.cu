@@ -1,0 +1,28 @@
+// Whether a micro-batch is finite as a whole, from the counts that `measure` has left of each chunk of its gradients; and
+// what the window's micro-batches count that are not dropped.
+
+#include "common.cuh"
+
+enum { JUDGE_THREADS = 256 };
+
+struct Drops {  // `DROPS` of kernels/kept.py
+  double weight;  // of the window's micro-batches that count
+  u64 dropped;    // micro-batches that do not
+  float is_bad;   // 1 if the last one does not; K1 reads it
+  u32 unused;
+};
+
+extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)
+    judge(const u32* non_finite, u32 chunks, float weight, u32 is_first, Drops* drops) {
+  __shared__ u32 is_bad;
+  if (threadIdx.x == 0) is_bad = 0;
+  __syncthreads();
+  for (u32 chunk = threadIdx.x; chunk < chunks; chunk += JUDGE_THREADS)
+    if (non_finite[chunk]) is_bad = 1;  // all write the same
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const double before = is_first ? 0.0 : drops->weight;
+  drops->weight = is_bad ? before : before + widen(weight);
+  drops->dropped = (is_first ? 0 : drops->dropped) + (is_bad ? 1 : 0);
+  drops->is_bad = is_bad ? 1.0f : 0.0f;
+}
