@@ -189,7 +189,7 @@ BLOCK = ge.BlockGradientSet(LAYOUT.blocks[0])
 VARIED = {
     "GradientEngine": (
         ge.GradientEngine, [LAYOUT, "cpu"], {},
-        "0 1 max_norm exchange on_non_finite micro_batches hold average loss_scale tp_exchange",
+        "0 1 max_norm exchange on_non_finite micro_batches hold average loss_scale tp_exchange measure_noise",
     ),
     "engine.add": (of_an_engine("add"), [gradients(), 1.0], {}, "0 1"),
     "engine.add_block": (of_an_engine("add_block"), [0, [floats()], 1.0], {}, "0 1 2 last"),

@@ -34,8 +34,8 @@ exchange.ordered_all_reduce exchange.gather
 exchange.pump exchange.server exchange.exchange exchange
 reduction.stats reduction.device_sums
 reduction.reducer reduction
-engine.ranges engine.result engine.settings engine.clipping engine.loss_scaling engine.deciding engine.checkpoint
-engine.capture engine.micro_batch engine.engine engine engine.trainer
+engine.ranges engine.noise engine.result engine.settings engine.clipping engine.loss_scaling engine.deciding
+engine.checkpoint engine.capture engine.micro_batch engine.engine engine engine.trainer
 """
 ORDER = [*_ORDER.split(), ""]  # the package itself comes last
 STEP = [room for room in ORDER if not room.startswith("exchange")]

@@ -27,8 +27,10 @@ def group_of(*parts):
     return SimpleNamespace(all_gather=lambda data: [data if part is None else part for part in parts])
 
 
-def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", stop=False, dropped=0, **terms):
-    facts = [{**TERMS, "window": "", **terms}, weight, count, unused, totals, stop, dropped]
+def told(weight=1.0, count=1, unused=b"\0\0", step=7, totals=b"", **more):
+    last = [{"stop": False, "dropped": 0, "square": None, **more}[name] for name in ("stop", "dropped", "square")]
+    terms = {name: term for name, term in more.items() if name in TERMS}
+    facts = [{**TERMS, "window": "", **terms}, weight, count, unused, totals, *last]
     return packed(f"stats of step {step}", facts)
 
 
@@ -49,7 +51,9 @@ def test_weights_and_counts_are_summed_in_rank_order_the_same_on_every_rank(weig
 
 IMPOSSIBLE = [*(told(weight) for weight in (-1.0, 0.0, math.nan, math.inf)), told(count=0), told(count=-1)]
 IMPOSSIBLE += [told(0.0, 1), told(1.0, 0), told(1, 1), told(count=True), told(unused="00"), told(stop=1)]
-IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b"", False, 0])]
+IMPOSSIBLE += [packed("stats of step 7", ["terms", 1.0, 1, bytes(2), b"", False, 0, None])]
+SHORT = packed("stats of step 7", [{**TERMS, "window": ""}, 1.0, 1, bytes(2), b"", False, 0])
+IMPOSSIBLE += [told(square=1), told(square=b""), SHORT]
 IMPOSSIBLE += [told(0.0, 1, dropped=2), told(0.0, 1, dropped=-1), told(1.0, 1, dropped=1), told(dropped=0.0)]
 IMPOSSIBLE += [told(unused=bytes(3)), told(totals=bytes(16)), packed("stats of step 7", None)]
 
@@ -83,7 +87,7 @@ def test_other_terms_are_named(name, other):
     ):
         agree(group_of(None, told(**{name: other})), MINE, *PLACE)
     without = {key: value for key, value in TERMS.items() if key != name}
-    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b"", False, 0])
+    lacking = packed("stats of step 7", [{**without, "window": ""}, 1.0, 1, bytes(2), b"", False, 0, None])
     with pytest.raises(ExchangeError, match=f"rank 1 has another {name} than rank 0"):
         agree(group_of(None, lacking), MINE, *PLACE)
 
@@ -115,3 +119,11 @@ def test_what_any_rank_used_is_not_unused(mine, theirs, both):
     own = StepStats(1.0, 1, TOTALS, np.array(mine, np.bool_))
     for parts in ((None, told(unused=bytes(theirs))), (told(unused=bytes(theirs)), None)):
         assert agree(group_of(*parts), own, *PLACE).unused.tolist() == both
+
+
+def test_each_rank_has_what_all_of_them_told():
+    own = StepStats(2.0, 1, TOTALS, NONE, square=5.0)
+    for parts in ((None, told(3.0, square=7.0), told(0.0, 0)), (None, told(3.0), told(1.0, square=math.nan))):
+        found = agree(group_of(*parts), own, *PLACE).by_rank
+        assert [each.weight for each in found] == [2.0, 3.0, found[2].weight]
+        assert str([each.square for each in found]) in {"[5.0, 7.0, None]", "[5.0, None, nan]"}

@@ -20,6 +20,7 @@ LAYOUT = GradientLayout.of({"w": (3,)})
     [
         ("on_non_finite", "warn"),
         ("average", "mean"),
+        *(("measure_noise", bad) for bad in (2, None, "yes")),
         *(("micro_batches", bad) for bad in (0, 2.0, True)),
         *(("loss_scale", bad) for bad in (0.0, math.nan, 2.0**127, 2.0**-127, "1")),
     ],

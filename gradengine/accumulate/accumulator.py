@@ -22,7 +22,15 @@ from gradengine.accumulate.gradients import Gradients, NamedArrays, in_slot_orde
 from gradengine.accumulate.groups import Groups
 from gradengine.accumulate.intake import Intake
 from gradengine.accumulate.state import Call, Changing, State, StepState
-from gradengine.accumulate.window import Flags, SavedWindow, Window, checked_weight, nothing_came, ordered_sum
+from gradengine.accumulate.window import (
+    FirstFold,
+    Flags,
+    SavedWindow,
+    Window,
+    checked_weight,
+    nothing_came,
+    ordered_sum,
+)
 from gradengine.arguments import truth_value, whole_number
 from gradengine.arrays.buffer import Buffer
 from gradengine.arrays.streams import ProducerStream
@@ -58,6 +66,7 @@ class PerBlockGradientAccumulator:
         memory: The whole gradient set, flat, its padding included.
         destinations: The callers' arrays that steps handed back to, as checked.
         state: The step's state.
+        keeps_first: Whether the window's first fold is measured, and its squared sums are kept for the gradient noise.
 
     Example:
         >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
@@ -95,6 +104,7 @@ class PerBlockGradientAccumulator:
             sums = kernels.partial_sums(self.arena.partials.sizes, memory)
             self.drops = Drops(kernels.kept(self.arena, DROPS, 0.0, 0, 0.0, 0), sums)
         self.state = StepState(kernels.device)
+        self.keeps_first = False
         self._intake = Intake(kernels.device, memory)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
         # Components that may be written to through views: each step measures them again.
@@ -152,6 +162,12 @@ class PerBlockGradientAccumulator:
     def dropped(self) -> int:
         """The window's micro-batches that were dropped; with `drops` on a GPU this waits for it."""
         return int(self.drops.kept.read()[1]) if self.drops is not None and self._window.weights else 0
+
+    @property
+    def first(self) -> FirstFold | None:
+        """The window's first fold, if its squared sums were kept and more micro-batches followed."""
+        first = self._window.first
+        return first if first is not None and first.weight < self.total_weight else None
 
     @property
     def mean_factor(self) -> np.float32:
@@ -263,6 +279,8 @@ class PerBlockGradientAccumulator:
         now = self.state.ask(Call.COMPONENT)
         self._window.end()
         self.state.now = State.OPEN if now is State.COMING else now
+        if self.keeps_first:
+            self._keep_first()
 
     def block(self, index: int) -> BlockGradientSet:
         """Block `index` as it is now: views of the arena, held micro-batches folded, zeros where nothing was added yet.
@@ -363,6 +381,21 @@ class PerBlockGradientAccumulator:
     def forget_measured(self) -> None:
         """Measure every squared sum again before the next step, since the arena may have been written to."""
         self._window.measured[:] = False
+
+    def keep_first_folds(self) -> None:
+        """Measure the first fold of each window from now on, and keep its squared sums until the next one's."""
+        self.keeps_first = True
+        self.kernels.keep_sums(self.arena)  # makes the memory
+
+    def square_of(self, first: FirstFold) -> float:
+        """The squared norm of a first fold's sum; on a GPU this waits."""
+        return float(self.kernels.totals(self.arena, first.kept)[first.filled].sum())
+
+    def own_square(self) -> float | None:
+        """The squared norm of the closed window's sum, if all of it was measured in passing; on a GPU this waits."""
+        if not self.keeps_first or self._exposed.any() or not self._window.measured.all():
+            return None
+        return float(self.kernels.totals(self.arena).sum())
 
     def flush(self, span: Span | None = None) -> None:
         """Fold what is held for a span, or all, so that it may be read; zeros where nothing was added yet."""
@@ -569,6 +602,16 @@ class PerBlockGradientAccumulator:
 
     def _fold(self, passes: Iterable[FoldPass], *, measure: bool) -> None:
         measure = measure or self.kernels.measures_in_passing
+        measure = measure or (self.keeps_first and self._window.is_in_first_fold(self.hold))
         for fold in passes:
             self.kernels.accumulate(self.arena, fold, measure=measure)
             self._window.folded(fold, measured=measure and fold.dropped is not True)
+        if self.keeps_first:
+            self._keep_first()
+
+    def _keep_first(self) -> None:
+        """Keep the squared sums of the window's first fold, once it is whole, if it was measured in passing."""
+        window = self._window
+        if window.is_in_first_fold(self.hold) and window.is_measured:
+            kept = self.kernels.keep_sums(self.arena)
+            window.first = FirstFold(self.total_weight, window.filled.copy(), kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,14 @@ class SavedWindow:
         return self.says_nothing or bool(self.weights.size) or bool(self.filled.any())
 
 
+class FirstFold(NamedTuple):
+    """The weight of a window's first fold, and its squared sums: a small batch, beside the whole window."""
+
+    weight: float
+    filled: Flags  # slots with a sum then
+    kept: Any  # what `Kernels.keep_sums` returned
+
+
 class Window:
     """The contributions to the slots since the last step, counted and weighed.
 
@@ -56,6 +64,7 @@ class Window:
         self.filled: Flags = np.zeros(size, np.bool_)  # slots written in this window; others the next fold overwrites
         self.measured: Flags = np.zeros(size, np.bool_)  # slots whose squared sum is up to date
         self.producers: set[ProducerStream] = set()  # the streams on which its gradients are produced
+        self.first: FirstFold | None = None  # once it is whole, if it was measured
         self._is_even = True  # every contribution so far was to all slots
         self.is_coming = False  # a micro-batch is being added component by component
         self._held: dict[Span, list[tuple[Contribution, np.float32]]] = {}
@@ -158,6 +167,16 @@ class Window:
         """Whether all slots have the same number of micro-batches."""
         return self._is_even or bool((self.counts == self.counts[0]).all())
 
+    def is_in_first_fold(self, hold: int) -> bool:
+        """Whether nothing but the first `hold` micro-batches was added, and their squared sums were not kept yet."""
+        return self.first is None and 0 < len(self.weights) <= hold
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all micro-batches are whole and folded, and every sum was measured."""
+        is_whole = self.is_even and not self.is_coming and not self._held
+        return is_whole and not (self.filled & ~self.measured).any()
+
     def held_with(self, span: Span) -> list[Span]:
         """The held sets that share a slot with this set."""
         if not self._held:
@@ -201,6 +220,7 @@ class Window:
         self.weights = [np.float32(1)]
         self.counts[:] = 1
         self.measured[:] = False
+        self.first = None
 
 
 def _untagged(contribution: Contribution) -> list[int]:

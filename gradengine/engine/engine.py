@@ -21,6 +21,7 @@ from gradengine.engine.clipping import Clipping
 from gradengine.engine.deciding import Deciding
 from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
+from gradengine.engine.noise import StepNoise
 from gradengine.engine.ranges import in_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
@@ -70,6 +71,7 @@ class GradientEngine:
             GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
             A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
         on_spike: What is done about a step whose global norm is far above those before it; None does nothing.
+        measure_noise: Add the gradient noise scale to `result.metrics()`, from norms that are measured in passing.
         tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
             part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's. Replicated
             gradients must be the same on these ranks, which is checked: under sequence parallelism all-reduce them
@@ -113,6 +115,7 @@ class GradientEngine:
         average: Average = "weighted",
         loss_scale: float | DynamicLossScale = 1.0,
         on_spike: SpikePolicy | None = None,
+        measure_noise: bool = False,
         tp_exchange: Exchange | None = None,
     ) -> None:
         refuse_no_layout(layout)
@@ -139,6 +142,9 @@ class GradientEngine:
         self._captures: list[CapturedWindow] = []  # the one that records now, if any
         self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), plan)
+        # The norm of a part of a model is not that of the part's own sum.
+        if truth_value("measure_noise", measure_noise) and layout.tp_size == 1:
+            self.accumulator.keep_first_folds()
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
 
@@ -249,7 +255,7 @@ class GradientEngine:
             self.accumulator.add_nothing()
             return
         is_alone = self._reducer.is_only_worker
-        self.accumulator.add(gradients, weight, measure=ends and is_alone)
+        self.accumulator.add(gradients, weight, measure=ends and (is_alone or self.accumulator.keeps_first))
         if self._captures:
             self._captures[0].keep(self.layout.slots, gradients)
         if ends and not is_alone and self.accumulator.is_even:
@@ -289,7 +295,7 @@ class GradientEngine:
     ) -> None:
         self._ask(Call.ADD_PART)
         settings.is_last(self.micro_batches, f"the window of {span.called}", self.accumulator.count_of(span))
-        add(measure=last and self._reducer.is_only_worker)
+        add(measure=last and (self._reducer.is_only_worker or self.accumulator.keeps_first))
         if self._captures:
             self._captures[0].keep(span.slots, gradients, prefix)
         if last:
@@ -385,9 +391,14 @@ class GradientEngine:
             with accumulator.arena.in_order():
                 self._kernels.hand_back(accumulator.arena, decision, self._clipping.plan, destinations)
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
+        noise = None
+        if accumulator.keeps_first:
+            known_scale = self._scaling.value if used_scale is None else used_scale
+            noise = StepNoise(stats, accumulator.first, self.average, self.world_size, known_scale)
         result = StepResult(
             step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
             handed, accumulator, state.changes, self._clipping.names, self._late, self.on_spike is not None,
+            noise,
         )  # fmt: skip
         if self._captures:
             self._captures[0].close(result, arrays, destinations)

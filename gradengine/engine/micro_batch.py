@@ -201,7 +201,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         ends, is_alone = ends if self._last is None else self._last, self._reducer.is_only_worker
         first = {} if name is None else {self._layout.slot(name).name: gradient}
         self._accumulator.begin_micro_batch(self._weight, first)
-        self._measure, self._sends = ends and is_alone, ends and not is_alone
+        self._measure, self._sends = ends and (is_alone or self._accumulator.keeps_first), ends and not is_alone
         if self._sends:
             self._missing = {span.key: {slot.name for slot in span.slots} for span in self._layout.spans}
         self._window = self._accumulator.window

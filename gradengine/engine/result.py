@@ -17,6 +17,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.arguments import truth_value
+from gradengine.engine.noise import StepNoise
 from gradengine.errors import CallerError, ExchangeError, GradientError, NonFiniteGradient, WindowError, not_copied
 from gradengine.exchange.exchange import Sums
 from gradengine.kernels import ClipPlan, Decision
@@ -52,6 +53,7 @@ class StepResult:
     _group_names: Sequence[str]
     _late: DeferredErrors | None  # on a GPU
     _has_policy: bool  # for spikes
+    _noise: StepNoise | None  # if it is measured
 
     @property
     def norm(self) -> Any:
@@ -162,7 +164,9 @@ class StepResult:
             "micro_batches" and "dropped" of all workers; "exchange_seconds" from the first span sent until the last sum
             was received, and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0
             without an exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
-            "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound".
+            "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound". With `measure_noise`
+            "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the ways "ranks" and "micro_batches" that can be
+            told: see docs/metrics.md. The latter is left out after the next `add`, which overwrites its sums.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -192,6 +196,10 @@ class StepResult:
             found["loss_scale"] = float(self._loss_scale)
         if self._has_policy:
             found |= {"spiked": float(self.spiked), "spike_bound": float(self.spike_bound)}
+        if self._noise is not None:
+            first = self._noise.first if self.is_current else None
+            square = None if first is None else self._accumulator.square_of(first)
+            found |= self._noise.metrics(found["grad_norm"], square)
         if len(self._group_names) > 1:
             found |= {f"group_norm/{name}": float(norm) for name, norm in self.group_norms.items()}
         if blocks:

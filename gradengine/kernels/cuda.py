@@ -108,9 +108,19 @@ class CudaKernels(Kernels):
         with arena.in_order():
             self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(arena)), where)
 
-    def totals(self, arena: Arena) -> Float64:
+    def totals(self, arena: Arena, kept: Any = None) -> Float64:
         """See `Kernels.totals`; waits for the device."""
-        return arena.partials.totals_of(arena.partials.order.read(arena.partials.values))
+        return arena.partials.totals_of(arena.partials.order.read(arena.partials.values if kept is None else kept))
+
+    def keep_sums(self, arena: Arena) -> Any:
+        """See `Kernels.keep_sums`; the first call makes the memory."""
+        partials = arena.partials
+        if "kept" not in partials.prepared:
+            partials.prepared["kept"] = self.device.upload(np.zeros(partials.values.size))
+            _order_of(arena).keep()  # `prepared` is kept already; its new memory is of the current stream
+        with arena.in_order():
+            self.device.copy_within(partials.prepared["kept"], partials.values)
+        return partials.prepared["kept"]
 
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """See `Kernels.zero`; one launch, of K1 without a source."""

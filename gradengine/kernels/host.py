@@ -151,8 +151,11 @@ class HostKernels(Kernels):
             self._run(take_anew, doubtful, _to_share([chunks[number] for number in doubtful], _LEAST_FOLDED))
         arena.partials.values[slice(None) if indices is None else indices] = totals
 
-    def totals(self, arena: Arena) -> Float64:
-        return arena.partials.totals_of(arena.partials.values)
+    def totals(self, arena: Arena, kept: Any = None) -> Float64:
+        return arena.partials.totals_of(arena.partials.values if kept is None else kept)
+
+    def keep_sums(self, arena: Arena) -> Any:
+        return arena.partials.values.copy()
 
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         partials, positions = arena.partials, slots.places[chosen].tolist()

@@ -79,8 +79,15 @@ class Kernels(ABC):
         """Measure the squared sums of all targets, or of those at these positions."""
 
     @abstractmethod
-    def totals(self, arena: Arena) -> Float64:
-        """Each target's squared sum, chunks added in order, on the host: on a GPU this waits."""
+    def totals(self, arena: Arena, kept: Any = None) -> Float64:
+        """Each target's squared sum, chunks added in order, on the host: on a GPU this waits.
+
+        `kept` is what `keep_sums` returned, for the squared sums as they were then.
+        """
+
+    @abstractmethod
+    def keep_sums(self, arena: Arena) -> Any:
+        """Copy all squared sums aside, and return the copy; on a GPU one copy there, into memory that is made once."""
 
     @abstractmethod
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:

@@ -198,7 +198,7 @@ class Reducer:
             self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
         if self.workers is None and is_alone:
             warn_of_other_ranks()
-        accumulator.close(measure=self.is_only_worker)
+        accumulator.close(measure=self.is_only_worker or accumulator.keeps_first)
         if is_alone:
             accumulator.measure_rest()
             drops = None if self._is_on_host else accumulator.drops
@@ -321,7 +321,7 @@ class Reducer:
         self._state.enter(Event.SEND)
         # The exchange has measured the sums, the same on all devices: a device rounds in another order than a host.
         totals = self._host_partials.totals_of(self.sums.squares)
-        mine = self.parts.agree(self._stats(totals), self.step, terms)
+        mine = self.parts.agree(self._stats(totals, self.accumulator.own_square()), self.step, terms)
         return agree(self.workers, mine, self.step, terms)
 
     def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
@@ -364,11 +364,11 @@ class Reducer:
                 return position, *found, None
         return None
 
-    def _stats(self, totals: Float64) -> StepStats:
+    def _stats(self, totals: Float64, square: float | None = None) -> StepStats:
         accumulator, stop = self.accumulator, self.asks_to_stop()
         weight, count = accumulator.total_weight, accumulator.accumulated_count
         dropped = 0 if accumulator.drops is None else accumulator.dropped
-        return StepStats(weight, count, totals, accumulator.unused, stop=stop, dropped=dropped)
+        return StepStats(weight, count, totals, accumulator.unused, stop=stop, dropped=dropped, square=square)
 
     def _stats_on_device(self, drops: Drops) -> StepStats:
         """The stats of a lone engine on a GPU, which alone has the weight of the micro-batches that it did not drop."""

@@ -44,6 +44,8 @@ class StepStats:
     unused: Flags
     workers: int = 1  # workers that had a micro-batch which was not dropped
     stop: Scalar = False  # whether a rank asks all ranks to stop; on the GPU 0.0 or 1.0, as `weight`
+    square: float | None = None  # the squared norm of this rank's own sum, if it is to be told and known
+    by_rank: tuple[StepStats, ...] = ()  # each rank's stats, in rank order, if they agreed on the host
     on_device: Scalar = None  # the part of the divisor that only the device knows
     dropped: Scalar = 0  # of `micro_batches` those that were dropped, which have no weight
     counted: Scalar = None  # `weight`, if micro-batches are dropped and only the device knows it
@@ -67,8 +69,8 @@ def agree(exchange: Exchange, mine: StepStats, step: int, terms: Terms) -> StepS
     stats, unused = stats_of_all(exchange, mine, step, terms)
     weight, count = ordered_sum([one.weight for one in stats]), sum(one.micro_batches for one in stats)
     dropped, stop = sum(one.dropped for one in stats), any(one.stop for one in stats)
-    workers = sum(one.weight > 0 for one in stats)
-    return StepStats(weight, count, mine.totals, unused, workers, stop, dropped=dropped)
+    workers, by_rank = sum(one.weight > 0 for one in stats), tuple(stats)
+    return StepStats(weight, count, mine.totals, unused, workers, stop, by_rank=by_rank, dropped=dropped)
 
 
 def stats_of_all(
@@ -89,7 +91,8 @@ def stats_of_all(
     """
     alike = {**terms, "window": window}
     totals = mine.totals.astype("<f8").tobytes() if window else b""
-    own = [alike, mine.weight, mine.micro_batches, mine.unused.tobytes(), totals, mine.stop, mine.dropped]
+    facts = [mine.weight, mine.micro_batches, mine.unused.tobytes(), totals, mine.stop, mine.dropped, mine.square]
+    own = [alike, *facts]
     # Not by `tell`, which keeps its answers: a step that was refused is run again with the right loss scale.
     told = gathered(exchange.all_gather(packed(f"stats of step {step}", own)))
     stats = [_read(rank, facts, own) for rank, facts in enumerate(told)]
@@ -104,13 +107,13 @@ def stats_of_all(
 
 def _read(rank: int, facts: Any, own: list[Any]) -> StepStats:
     """Return the stats in a rank's facts, which have the types and sizes of this rank's own."""
-    if isinstance(facts, list) and [*map(type, facts)] == [*map(type, own)]:
-        _, weight, count, flags, totals, stop, dropped = facts
-        is_counted = 0 <= dropped <= count
+    if isinstance(facts, list) and [*map(type, facts[:-1])] == [*map(type, own[:-1])]:
+        _, weight, count, flags, totals, stop, dropped, square = facts
+        is_counted = 0 <= dropped <= count and isinstance(square, float | None)
         is_weighed = is_counted and (0 < weight < np.inf if count > dropped else weight == 0)
         if is_weighed and [len(flags), len(totals)] == [*map(len, own[3:5])]:
-            unused = np.frombuffer(flags, np.uint8) != 0
-            return StepStats(weight, count, np.frombuffer(totals, "<f8"), unused, stop=stop, dropped=dropped)
+            told = {"stop": stop, "dropped": dropped, "square": square}
+            return StepStats(weight, count, np.frombuffer(totals, "<f8"), np.frombuffer(flags, np.uint8) != 0, **told)
     what, expected = f"rank {rank}'s stats are impossible", "a weight and micro-batches, or 0 and none"
     raise ProtocolError(what, got=facts, expected=expected)
 
