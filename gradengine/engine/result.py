@@ -165,8 +165,8 @@ class StepResult:
             was received, and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0
             without an exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
             "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound". With `measure_noise`
-            "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the ways "ranks" and "micro_batches" that can be
-            told: see docs/metrics.md. The latter is left out after the next `add`, which overwrites its sums.
+            "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the ways "ranks" and "micro_batches" that are
+            known: see docs/metrics.md. The latter is left out after the next `add`, which overwrites its sums.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
