@@ -280,3 +280,8 @@ def test_a_state_with_dropped_micro_batches_is_for_an_engine_that_drops():
     for change in ({"dropped": np.array(3)}, {"dropped": np.array(-1)}, {"counted_weight": np.array(1.0)}):
         with pytest.raises(CallerError, match="dropped"):
             new_engine(micro_batches=3).load_state_dict({**state, **change})
+
+
+def test_the_noise_is_not_measured_beside_it():
+    with pytest.raises(CallerError, match="noise"):
+        new_engine(measure_noise=True)

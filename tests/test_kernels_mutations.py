@@ -268,8 +268,8 @@ MUTATIONS = {
         ("if (at + d * stride < share.last) bits[d] = load", "bits[d] = load"),
         ("at += DEPTH * stride", "at += stride"),
         ("(bits[d], buffer", "(bits[0], buffer"),
-        ("squares[component.first + row.chunk]", "squares[component.first]"),
-        ("non_finite[component.first + row.chunk]", "non_finite[component.first]"),
+        ("squares[place] = part.squares", "squares[component.first] = part.squares"),
+        ("non_finite[place] = part.non_finite", "non_finite[component.first] = part.non_finite"),
         (
             "for (int distance = 16; distance > 0; distance /= 2) {\n    part",
             "for (int distance = 16; distance > 1; distance /= 2) {\n    part",

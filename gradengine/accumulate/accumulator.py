@@ -28,6 +28,7 @@ from gradengine.accumulate.window import (
     SavedWindow,
     Window,
     checked_weight,
+    no_part_may_be_dropped,
     nothing_came,
     ordered_sum,
 )
@@ -37,7 +38,6 @@ from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import CallerError, WindowError, not_copied
 from gradengine.kernels import Contribution, FoldPass, Kernels, kernels_for
 from gradengine.kernels.decision import refuse_bad_divisor
-from gradengine.kernels.kept import DROPS, Drops
 from gradengine.layout import GradientLayout, Slot, Span, refuse_no_layout
 
 
@@ -66,6 +66,7 @@ class PerBlockGradientAccumulator:
         memory: The whole gradient set, flat, its padding included.
         destinations: The callers' arrays that steps handed back to, as checked.
         state: The step's state.
+        drops: What the micro-batches count if those that are not finite are dropped; else None.
         keeps_first: Whether the window's first fold is measured, and its squared sums are kept for the gradient noise.
 
     Example:
@@ -98,11 +99,7 @@ class PerBlockGradientAccumulator:
         with self.arena.in_order():
             kernels.fill_zero([memory.part(*gap) for gap in layout.padding])
         self._window = Window(len(layout.slots))
-        #: What the micro-batches count if those that are not finite are dropped.
-        self.drops: Drops | None = None
-        if drops:
-            sums = kernels.partial_sums(self.arena.partials.sizes, memory)
-            self.drops = Drops(kernels.kept(self.arena, DROPS, 0.0, 0, 0.0, 0), sums)
+        self.drops = kernels.drops(self.arena) if drops else None
         self.state = StepState(kernels.device)
         self.keeps_first = False
         self._intake = Intake(kernels.device, memory)
@@ -145,17 +142,9 @@ class PerBlockGradientAccumulator:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights of the window's micro-batches that were not dropped, in fp64, in order.
-
-        With `drops` on a GPU this waits for it.
-        """
+        """Sum of the weights that count, in fp64, in order. With `drops` on a GPU this waits for it."""
         if self.drops is not None and self._window.weights:
             return float(self.drops.kept.read()[0])
-        return ordered_sum(map(float, self._window.weights))
-
-    @property
-    def asked_weight(self) -> float:
-        """Sum of the weights of all of the window's micro-batches, dropped ones too; nothing waits for it."""
         return ordered_sum(map(float, self._window.weights))
 
     @property
@@ -242,7 +231,8 @@ class PerBlockGradientAccumulator:
             LayoutMismatch, BufferRefused: The first gradient is one that `add_components` would refuse.
             WindowError: The weight is bad, or a component has fewer micro-batches than the others.
         """
-        self._refuse_parts()
+        if self.drops is not None:
+            raise no_part_may_be_dropped()
         added, scalar = self.state.ask(Call.BEGIN), checked_weight(weight)
         self._window.refuse_lagging(self.layout.slots)
         for name, gradient in first.items():
@@ -476,9 +466,8 @@ class PerBlockGradientAccumulator:
                 slot = self.layout.slots[position]
                 self.kernels.device.write(self.arena.targets[position], saved.sums[slot.offset : slot.stop])
             self._window = Window.of(saved)
-            if self.drops is not None:
-                self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0)
         if self.drops is not None:
+            self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0)
             self.measure_rest()  # of a micro-batch that is dropped nothing is measured anew
 
     # ---- inside ----
@@ -534,7 +523,7 @@ class PerBlockGradientAccumulator:
         prefix: str = "",
     ) -> None:
         if self.drops is not None and call is not Call.ADD:
-            self._refuse_parts()
+            raise no_part_may_be_dropped()
         added, scalar, measure = self.state.ask(call), checked_weight(weight), truth_value("measure", measure)
         sources = in_slot_order(span.slots, gradients, span.called, prefix)
         if call is Call.ADD and sources[0] is None and all(source is None for source in sources):
@@ -545,21 +534,13 @@ class PerBlockGradientAccumulator:
             self._hold(contribution, scalar, added, measure=measure)
             return
         self.state.write()
-        dropped = False if self.drops is None else self._judge(self.drops, contribution, scalar)
-        self._window.count(contribution, scalar, is_coming=added is State.COMING)
-        is_first = ~self._window.filled[span.where]
-        self._fold([FoldPass(span, is_first, [contribution], [scalar], dropped)], measure=measure)
-        self.state.now = added
-
-    def _refuse_parts(self) -> None:
+        dropped, is_first = False, not self._window.weights
         if self.drops is not None:
-            what, got = "a micro-batch that may be dropped is added as a whole", "a part of one"
-            raise CallerError(what, got=got, expected="engine.add(gradients)", do="or use on_non_finite='skip'")
-
-    def _judge(self, drops: Drops, contribution: Contribution, weight: np.float32) -> Any:
-        """Whether a whole micro-batch is dropped, for its fold."""
-        is_first = not self._window.weights
-        return self.kernels.judge(self.arena, contribution, weight, drops, is_first=is_first)
+            dropped = self.kernels.judge(self.arena, contribution, scalar, self.drops, is_first=is_first)
+        self._window.count(contribution, scalar, is_coming=added is State.COMING)
+        is_empty = ~self._window.filled[span.where]
+        self._fold([FoldPass(span, is_empty, [contribution], [scalar], dropped)], measure=measure)
+        self.state.now = added
 
     def _hold(self, contribution: Contribution, weight: np.float32, added: State, *, measure: bool) -> None:
         window, span = self._window, contribution.slots

@@ -238,6 +238,12 @@ def nothing_came(components: int) -> WindowError:
     )
 
 
+def no_part_may_be_dropped() -> CallerError:
+    """Return the error for a part of a micro-batch, which could not be taken out of the sum again."""
+    what, do = "a micro-batch that may be dropped is added as a whole", "or use on_non_finite='skip'"
+    return CallerError(what, got="a part of one", expected="engine.add(gradients)", do=do)
+
+
 def weighs_nothing(weight: object) -> WindowError:
     """The error for a micro-batch without gradients whose weight is not 0."""
     return WindowError(

@@ -6,11 +6,13 @@ import math
 from functools import partial
 from typing import Any, final
 
+from gradengine.accumulate.state import State
 from gradengine.engine.clipping import Clipping
 from gradengine.engine.loss_scaling import LossScaling
+from gradengine.engine.noise import StepNoise
 from gradengine.engine.result import DeferredErrors
-from gradengine.engine.settings import OnNonFinite
-from gradengine.errors import NonFiniteGradient
+from gradengine.engine.settings import Average, OnNonFinite
+from gradengine.errors import ExchangeError, GradientError, NonFiniteGradient
 from gradengine.kernels import Decision, decide, refuse_bad_divisor
 from gradengine.kernels.spikes import Norms, SpikePolicy, Spikes
 from gradengine.reduction.reducer import Reducer
@@ -33,7 +35,9 @@ class Deciding:
         scaling: LossScaling,
         on_non_finite: OnNonFinite,
         on_spike: SpikePolicy | None,
+        average: Average,
     ) -> None:
+        self._average = average
         self._reducer, self.clipping, self.scaling, self._on_non_finite = reducer, clipping, scaling, on_non_finite
         self._accumulator, self._kernels = reducer.accumulator, reducer.accumulator.kernels
         self._spikes = on_spike and Spikes(on_spike, partial(self._kernels.kept, self._accumulator.arena))
@@ -57,28 +61,43 @@ class Deciding:
         """
         reducer, dynamic, zero_if_bad = self._reducer, self.scaling.dynamic, self._on_non_finite != "propagate"
         plan, spikes = self.clipping.plan, self._spikes
-        scale = self.scaling.known(reducer)
-        stats = reducer.agree(scale)
-        # Each micro-batch was dropped, so the step is skipped. If the host does not have the weight, K2 looks at it.
-        is_empty = isinstance(stats.weight, float) and stats.weight == 0
-        divisor = math.inf if is_empty else scale[0] * reducer.divisor(stats)
-        if not is_empty:
-            refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-        if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
-            judged = None if spikes is None else spikes.judged
-            decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
-        else:
-            decision = self._kernels.finalise(
-                self._accumulator.arena, plan, divisor, weight=stats.on_device, counted=stats.counted,
-                loss_scale=dynamic, bounds=self.clipping.bounds, spikes=spikes, zero_if_bad=zero_if_bad,
-                step=0 if late is None else late.note_queued(step),
-            )  # fmt: skip
-        non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
+        try:
+            scale = self.scaling.known(reducer)
+            stats = reducer.agree(scale)
+            # Each micro-batch was dropped, and the step is skipped. K2 looks at a weight that the host does not have.
+            is_empty = isinstance(stats.weight, float) and stats.weight == 0
+            divisor = math.inf if is_empty else scale[0] * reducer.divisor(stats)
+            if not is_empty:
+                refuse_bad_divisor(divisor, "the window's weight times the loss scale")
+            if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
+                judged = None if spikes is None else spikes.judged
+                decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
+            else:
+                decision = self._kernels.finalise(
+                    self._accumulator.arena, plan, divisor, weight=stats.on_device, counted=stats.counted,
+                    loss_scale=dynamic, bounds=self.clipping.bounds, spikes=spikes, zero_if_bad=zero_if_bad,
+                    step=0 if late is None else late.note_queued(step),
+                )  # fmt: skip
+            non_finite = reducer.find_non_finite(decision.bad) if decision.bad else None
+        except ExchangeError:
+            reducer.fail()
+            raise
+        except Exception as fault:
+            if not isinstance(fault, GradientError):  # a signal handler's, perhaps in the middle of a sum
+                self._accumulator.state.now = State.BROKEN
+            raise
         if non_finite is not None and self._on_non_finite == "raise":
             self._accumulator.forget_measured()  # one worker may mend its arena and run the step again
             raise non_finite
         used = decision.loss_scale if decision.bad is None else scale[0]
         return stats, decision, non_finite, None if dynamic is None else used
+
+    def noise(self, stats: StepStats, used_scale: Any) -> StepNoise | None:
+        """Return the facts of the step's gradient noise, if the engine measures it."""
+        if not self._accumulator.keeps_first:
+            return None
+        known_scale = self.scaling.value if used_scale is None else used_scale
+        return StepNoise(stats, self._accumulator.first, self._average, self._reducer.worker[1], known_scale)
 
     def follow(self, decision: Decision) -> None:
         """Change what verdicts change, by a step that is made and that the host decided; K2 has done so for its own."""

@@ -21,11 +21,10 @@ from gradengine.engine.clipping import Clipping
 from gradengine.engine.deciding import Deciding
 from gradengine.engine.loss_scaling import LossScaling, checked_loss_scale
 from gradengine.engine.micro_batch import MicroBatch
-from gradengine.engine.noise import StepNoise
 from gradengine.engine.ranges import in_range
 from gradengine.engine.result import DeferredErrors, Observers, StepResult
 from gradengine.engine.settings import Average, OnNonFinite
-from gradengine.errors import CallerError, ExchangeError, GradientError, not_copied
+from gradengine.errors import CallerError, not_copied
 from gradengine.exchange.exchange import Exchange
 from gradengine.kernels import DeviceLike, StepStatus, kernels_for
 from gradengine.kernels.loss_scale import DynamicLossScale
@@ -138,12 +137,11 @@ class GradientEngine:
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=plan, bounds=bounds)
         self._late = DeferredErrors.of(self.accumulator, plan, raises=on_non_finite == "raise")  # on a GPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
-        self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike)
+        self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike, average)
         self._captures: list[CapturedWindow] = []  # the one that records now, if any
         self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), plan)
-        # The norm of a part of a model is not that of the part's own sum.
-        if truth_value("measure_noise", measure_noise) and layout.tp_size == 1:
+        if settings.measures_noise(layout, on_non_finite, measure_noise=measure_noise):
             self.accumulator.keep_first_folds()
         if exchange is not None or tp_exchange is not None:
             self.reconnect(exchange, tp_exchange=tp_exchange)
@@ -377,24 +375,14 @@ class GradientEngine:
         if loss_scale is not None:  # one that all workers agreed on is asked for like any change
             self._scaling.set(loss_scale, None if reducer.agreed is None else reducer.facts)
         step = reducer.step
-        try:
-            late = None if self._captures else self._late  # a graph counts its own steps as it runs
-            stats, decision, non_finite, used_scale = self._deciding.decide(step, late)
-        except Exception as fault:
-            if isinstance(fault, ExchangeError):
-                reducer.fail()
-            elif not isinstance(fault, GradientError):  # a signal handler's, perhaps in the middle of a sum
-                state.now = State.BROKEN
-            raise
+        late = None if self._captures else self._late  # a graph counts its own steps as it runs
+        stats, decision, non_finite, used_scale = self._deciding.decide(step, late)
         state.write()  # until the next window is open: what is handed back is not a sum any more
         if not deferred:
             with accumulator.arena.in_order():
                 self._kernels.hand_back(accumulator.arena, decision, self._clipping.plan, destinations)
         handed = accumulator.by_name if arrays is None else handed_back(self.layout.slots, arrays)
-        noise = None
-        if accumulator.keeps_first:
-            known_scale = self._scaling.value if used_scale is None else used_scale
-            noise = StepNoise(stats, accumulator.first, self.average, self.world_size, known_scale)
+        noise = self._deciding.noise(stats, used_scale) if accumulator.keeps_first else None
         result = StepResult(
             step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
             handed, accumulator, state.changes, self._clipping.names, self._late, self.on_spike is not None,

@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal, TypeAlias, get_args
 
-from gradengine.arguments import refuse_other_kind, refuse_unknown
+from gradengine.arguments import refuse_other_kind, refuse_unknown, truth_value
 from gradengine.errors import CallerError, WindowError
 from gradengine.kernels import ClipPlan
 from gradengine.kernels.loss_scale import DynamicLossScale
@@ -98,3 +98,16 @@ def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
         raise CallerError(
             "exchange and tp_exchange are the same", expected="a group over the workers, and one over the parts"
         )
+
+
+def measures_noise(layout: GradientLayout, on_non_finite: str, *, measure_noise: object) -> bool:
+    """Return whether the gradient noise is measured: not of a part of a model, whose norm is not that of its own sum.
+
+    Raises:
+        CallerError: `measure_noise` is no bool, or micro-batches may be dropped, the first one too.
+    """
+    measures = truth_value("measure_noise", measure_noise)
+    if measures and on_non_finite == "drop_micro_batch":
+        what, do = "the gradient noise is not measured where micro-batches may be dropped", "give one of the two up"
+        raise CallerError(what, got="measure_noise=True", do=do)
+    return measures and layout.tp_size == 1

@@ -17,6 +17,7 @@ import numpy as np
 
 from gradengine.accumulate import PerBlockGradientAccumulator
 from gradengine.accumulate.state import Call, Event, Facts, State
+from gradengine.accumulate.window import ordered_sum
 from gradengine.errors import CallerError, DeviceFailed, GradientError, NonFiniteGradient, WindowError
 from gradengine.exchange.addresses import MPI_URL
 from gradengine.exchange.exchange import Exchange, Sums
@@ -327,7 +328,7 @@ class Reducer:
     def _agree_on_device(self, sums: DeviceSums, scale: Scale) -> StepStats:
         accumulator = self.accumulator
         self.start(self._layout.spans)
-        count, weight = accumulator.accumulated_count, accumulator.asked_weight
+        count, weight = accumulator.accumulated_count, ordered_sum(accumulator.weights)
         part = {"prescaled": 1.0, "per_worker": float(count > 0)}.get(self._average, weight)
         mine = StepStats(weight, count, _NO_TOTALS, accumulator.unused, stop=self.asks_to_stop())
         with accumulator.changing():
