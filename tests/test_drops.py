@@ -254,12 +254,50 @@ def test_workers_without_a_micro_batch_have_no_step_as_ever():
         assert_as(found, 2, 0)
 
 
+@pytest.mark.parametrize("micro_batches", [None, 3])
+@pytest.mark.parametrize("by_note", [True, False])
+def test_one_that_comes_component_by_component_is_kept_until_its_end(backend, by_note, micro_batches):
+    engine = new_engine(backend, micro_batches=micro_batches)
+    for step in range(4):
+        for k in range(3):
+            with engine.micro_batch(weight_of(0, k)) as one:
+                for slot, gradient in zip(LAYOUT.slots, put_all(backend, micro_batch(0, step, k)), strict=True):
+                    assert not (one.note if by_note else one.add)(slot.name, gradient)
+        assert_as(figures(engine.step()), 1, step)
+    one, gradient = engine.micro_batch(), backend.put(drawn(0)[3])
+    one.note("b", gradient)
+    with pytest.raises(WindowError, match="twice"):
+        one.note("b", gradient)
+    one.fail(RuntimeError)  # as of a backward that ends with an error
+    with pytest.raises(WindowError, match="no component"), engine.micro_batch():
+        pass
+    with pytest.raises(WindowError, match="over"):
+        one.note("b", gradient)
+    assert not engine.has_open_window
+
+
+def test_ranks_whose_micro_batches_come_component_by_component():
+    def work(exchange):
+        engine, found = new_engine(exchange=exchange, micro_batches=3), []
+        for step in range(4):
+            for k in range(3):
+                with engine.micro_batch(weight_of(engine.rank, k)) as one:
+                    for slot, gradient in zip(LAYOUT.slots, micro_batch(engine.rank, step, k), strict=True):
+                        one.note(slot.name, gradient)
+            found.append(figures(engine.step()))
+        return found
+
+    for found in on_ranks(work, 3):
+        for step, each in enumerate(found):
+            assert_as(each, 3, step)
+
+
 def test_parts_of_a_micro_batch_and_what_else_cannot_be_are_refused():
     engine, arrays = new_engine(), drawn(0)
     for call in (
         lambda: engine.add_block(0, arrays[:1]),
         lambda: engine.add_non_block("b", arrays[3]),
-        lambda: engine.micro_batch().add("b", arrays[3]),
+        lambda: engine.micro_batch().begin(),
     ):
         with pytest.raises(CallerError, match="as a whole"):
             call()

@@ -713,6 +713,22 @@ def test_the_loop_of_the_readme_learns_what_it_did_before():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_micro_batch_that_is_not_finite_is_dropped_alone():
+    attached, ours, theirs, _ = pair({"on_non_finite": "drop_micro_batch", "max_norm": None})
+    for seed, factor in enumerate((1.0, math.nan, 1.0)):
+        (loss_of(ours, seed) * factor).backward()
+        if factor == 1:
+            (loss_of(theirs, seed) / 2).backward()
+    result = attached.step()
+    assert (result.dropped, result.weight) == (1, 2)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        np.testing.assert_allclose(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    ours.zero_grad()
+    (loss_of(ours, 0) * math.nan).backward()
+    assert attached.step().skipped
+    assert no_gradients(ours)
+
+
 class TestGradScaler:
     def scaler(self, **options):
         return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**4, "growth_interval": 3, **options})

@@ -24,6 +24,9 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     It begins with the first component, and ends with its `with`, or by `end()`; a component that was not added counts
     as one without a gradient. An error in the `with` before the first component changes nothing. A later error leaves a
     part of a micro-batch in the window, which then takes no more: `discard()` drops it.
+
+    If the engine drops micro-batches that are not finite, this one is kept until its end and added as a whole. An error
+    before that changes nothing.
     """
 
     def __init__(self, reducer: Reducer, room: int | None, weight: float, last: bool | None) -> None:
@@ -33,6 +36,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._missing: dict[int | str, set[str]] = {}  # of each span that is to be sent: components not added yet
         self._window: object = None  # the window in which it began, or _OVER
         self._noted = Noted(self._accumulator.groups)
+        self._kept: dict[str, Any] | None = None if self._accumulator.drops is None else {}
 
     @whole
     def add(self, name: str, gradient: Any) -> None:
@@ -49,6 +53,9 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
             WindowError: The micro-batch is over, or the component was sent to the other workers already.
         """
+        if self._kept is not None:
+            self._keep(name, gradient)
+            return
         if self._is_coming:
             self.add_noted()
         else:
@@ -120,6 +127,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             >>> engine.step().norm
             5.0
         """
+        if self._kept is not None:
+            return self._keep(name, gradient)
         if not self._is_coming:
             self._begin(name, gradient)
         try:
@@ -153,12 +162,36 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         Raises:
             WindowError: No component was added, or the window was dropped or stepped meanwhile.
         """
+        if self._kept:
+            self._add_kept(self._kept)
+            return
         if self._window is None:
             raise nothing_came(len(self._layout.slots))
         self.add_noted()
         self._refuse_if_over()
         self._accumulator.end_micro_batch()
         self._window = _OVER
+        self._send(self._layout.spans)
+
+    def _keep(self, name: str, gradient: object) -> bool:
+        """Keep a gradient until the end; returns False, since there is nothing to be added yet."""
+        assert self._kept is not None  # noqa: S101  (asked by the callers)
+        if self._window is _OVER:
+            self._refuse_if_over()
+        if self._layout.slot(name).name in self._kept:
+            what = f"component '{name}' came twice in a micro-batch that may be dropped"
+            raise WindowError(what, do="add up its gradients yourself, or use on_non_finite='skip'")
+        self._kept[name] = gradient
+        return False
+
+    def _add_kept(self, kept: dict[str, Any]) -> None:
+        """Add all that was kept as one micro-batch, which may be dropped, and send the window's last one."""
+        ends = is_last(self._room, "the window", self._accumulator.accumulated_count)
+        ends, is_alone = ends if self._last is None else self._last, self._reducer.is_only_worker
+        gradients = {slot.name: kept.get(slot.name) for slot in self._layout.slots}
+        self._window, self._kept = _OVER, {}
+        self._accumulator.add(gradients, self._weight, measure=ends and is_alone)
+        self._sends = ends and not is_alone
         self._send(self._layout.spans)
 
     def fail(self, fault: type[BaseException]) -> None:
