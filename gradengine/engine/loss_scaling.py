@@ -71,7 +71,8 @@ class LossScaling:
     def follow(self, decision: Decision) -> None:
         """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
         if self.dynamic is not None and decision.bad is not None:
-            self.dynamic.kept.write(*self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad))
+            scale, tracker = self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad)
+            self.dynamic.kept.write(float(scale), tracker)
 
     def load(self, scale: float, tracker: int) -> None:
         """Go on with what was saved; raises `CallerError` for a number that is no loss scale."""
@@ -80,7 +81,7 @@ class LossScaling:
         if self.dynamic is None:
             self._number = scale
         else:
-            self.dynamic.kept.write(np.float32(scale), tracker)
+            self.dynamic.kept.write(float(np.float32(scale)), tracker)
 
 
 def checked_loss_scale(value: float) -> float:

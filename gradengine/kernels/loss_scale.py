@@ -83,7 +83,7 @@ class LossScale:
 
     @property
     def value(self) -> Scalar:
-        """The factor of the open window's loss: a float; on a GPU always the same 0-d array."""
+        """The factor of the open window's loss: a number; on a GPU always the same 0-d array."""
         return self.kept.field("scale")
 
     def read(self) -> tuple[np.float32, int]:
