@@ -323,3 +323,31 @@ def test_a_state_with_dropped_micro_batches_is_for_an_engine_that_drops():
 def test_the_noise_is_not_measured_beside_it():
     with pytest.raises(CallerError, match="noise"):
         new_engine(measure_noise=True)
+
+
+@pytest.mark.parametrize("average", ["weighted", "per_worker", "prescaled"])
+def test_a_request_to_stop_is_reported_by_a_replay(device, average):
+    engine, arrays = new_engine(device, average=average), put_all(device, drawn(0))
+    with engine.capture() as graph:
+        engine.add(arrays)
+        engine.step()
+    engine.stop_after_step()
+    assert [bool(graph.replay().stop) for _ in range(2)] == [True, False]
+
+
+def test_the_mean_of_a_window_counts_once(backend):
+    engine = new_engine(backend, max_norm=None, loss_scale=1.0)
+    for bad in (False, True, False):
+        arrays = drawn(0)
+        arrays[0].flat[3] = math.nan if bad else 1.0
+        engine.add(put_all(backend, arrays), 2.0)
+    engine.accumulator.average()
+    result = engine.step()
+    assert (number_of(result.weight), number_of(result.dropped)) == (1.0, 0.0)
+    np.testing.assert_allclose(all_on_host(result.gradients)["b"], drawn(0)[3], rtol=1e-6)
+
+
+def test_all_elements_may_be_bad(backend):
+    engine = new_engine(backend)
+    engine.add(put_all(backend, [np.full(slot.shape, math.nan, np.float32) for slot in LAYOUT.slots]))
+    assert number_of(engine.step().dropped) == 1

@@ -442,3 +442,18 @@ def test_alone_in_a_group_a_worker_that_has_nothing_is_told():
     engine.add(None, weight=0)
     with pytest.raises(WindowError, match="got 0 micro-batches on each of 1 workers"):
         engine.step()
+
+
+def test_a_text_takes_one_answer_in_a_step_and_other_facts_are_refused():
+    def work(exchange):
+        engine = new_engine(exchange)
+        for facts in (1.0, math.nan, (2, "a")):
+            first = engine.all_gather_object(f"loss {facts}", facts)
+            assert str(engine.all_gather_object(f"loss {facts}", facts)) == str(first)
+        with pytest.raises(CallerError, match="other facts"):
+            engine.all_gather_object("loss 1.0", 2.0)
+        return stepped(engine), engine.all_gather_object("loss 1.0", 2.0)
+
+    found = on_ranks(work, 2)
+    assert found[0] == found[1]
+    assert found[0][1] == [2.0, 2.0]

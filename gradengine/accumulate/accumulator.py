@@ -303,6 +303,8 @@ class PerBlockGradientAccumulator:
         with self.changing():
             self.kernels.scale(self.arena.targets, factor, self.arena.targets)
             self._window.become_one()
+            if self.drops is not None:
+                self.drops.kept.write(1.0, 0, 0.0, 0)
 
     def zero_all(self) -> None:
         """Drop the window and the gradients held for it. Nothing is written: the next micro-batch overwrites."""

@@ -52,5 +52,5 @@ class Clipping:
     def use(self, plan: ClipPlan) -> None:
         """Decide the next steps, and replays, by the bounds of this plan, after all queued work."""
         self.bounds.write(plan.digest, plan.max_norms)
-        self.plan = plan
         self._shared["max_norm"] = shown_bounds(plan)
+        self.plan = plan  # last: after an interrupt before it, setting the bound again is a change

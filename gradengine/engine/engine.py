@@ -454,7 +454,8 @@ class GradientEngine:
             facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys; at most 1 MiB.
 
         Raises:
-            CallerError: `what` is not a str, or the facts are of another type or too long; nothing has been sent.
+            CallerError: `what` is not a str, or the facts are of another type or too long; nothing has been sent. Or
+                the step has told other facts by this text.
             ExchangeError: A worker's `what` is not rank 0's.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 

@@ -130,7 +130,8 @@ class StepResult:
     def dropped(self) -> Any:
         """Micro-batches of all workers that were not finite and left out, if `on_non_finite` is "drop_micro_batch".
 
-        `micro_batches` counts them too, and `weight` does not. An int; on a GPU an array there, unless it waits anyway.
+        `micro_batches` counts them too, and `weight` does not. An int; on a GPU an array there, unless it waits anyway:
+        the next `add` overwrites it, and `weight`.
         """
         return self._ready._stats.dropped
 
@@ -283,7 +284,7 @@ class StepResult:
         `stop` is that of a lone engine: where workers sum on their GPUs there is an array of it.
         """
         stats = self._stats
-        if stats.on_device is None and stats.stop is not stop:
+        if stats.ask_device is None and stats.stop is not stop:
             stats = replace(stats, stop=stop)
         return replace(self, step=step, _stats=stats, _changes=self._accumulator.state.changes)
 

@@ -14,13 +14,13 @@ struct Drops {  // `DROPS` of kernels/kept.py
 
 extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)
     judge(const u32* non_finite, u32 chunks, float weight, u32 is_first, Drops* drops) {
-  __shared__ u32 is_bad;
-  if (threadIdx.x == 0) is_bad = 0;
-  __syncthreads();
-  for (u32 chunk = threadIdx.x; chunk < chunks; chunk += JUDGE_THREADS)
-    if (non_finite[chunk]) is_bad = 1;  // all write the same
+  __shared__ u32 found[JUDGE_THREADS];
+  u32 is_bad = 0;
+  for (u32 chunk = threadIdx.x; chunk < chunks; chunk += JUDGE_THREADS) is_bad |= non_finite[chunk];
+  found[threadIdx.x] = is_bad;
   __syncthreads();
   if (threadIdx.x != 0) return;
+  for (u32 thread = 1; thread < JUDGE_THREADS; ++thread) is_bad |= found[thread];
   const double before = is_first ? 0.0 : drops->weight;
   drops->weight = is_bad ? before : before + widen(weight);
   drops->dropped = (is_first ? 0 : drops->dropped) + (is_bad ? 1 : 0);

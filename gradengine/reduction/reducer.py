@@ -177,7 +177,13 @@ class Reducer:
 
     def all_gather_object(self, what: str, facts: object) -> list[Any]:
         """Return every worker's facts, in rank order; see `Exchange.tell`."""
-        return gathered([packed(what, facts)]) if self.workers is None else self.workers.tell(what, facts)
+        if self.workers is None:
+            return gathered([packed(what, facts)])
+        told = self.workers.tell(what, facts)
+        if packed(what, told[self.workers.rank]) != packed(what, facts):  # as bytes, in which NaN is NaN
+            do = "give each call in a step another text"
+            raise CallerError(f"'{what}' was told in step {self.step} already, with other facts", do=do)
+        return told
 
     def agree(self, scale: Scale) -> StepStats:
         """Sum the arena over all workers, and return the step's stats, the same on all of them.
