@@ -229,8 +229,13 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
 
 
 def bounds_of_groups(max_norm: MaxNorm, names: Iterable[str]) -> tuple[float, ...]:
-    """Return each group's bound, infinity for None; raises `CallerError` if one is missing, 0, negative or NaN."""
-    return tuple(_bound(max_norm, name) for name in names)
+    """Return each group's bound, infinity for None; raises `CallerError` if one is missing or unknown, 0 or NaN."""
+    bounds = {name: _bound(max_norm, name) for name in names}
+    unknown = [name for name in max_norm if name not in bounds] if isinstance(max_norm, Mapping) else []
+    if unknown:
+        expected = ", ".join(map(str, itertools.islice(bounds, _NAMES_SHOWN)))
+        raise CallerError(f"max_norm has a bound for {said(unknown[0])}, which is no group", expected=expected)
+    return tuple(bounds.values())
 
 
 def _group_of(slot: Slot, groups: Groups) -> str:

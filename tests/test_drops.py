@@ -315,7 +315,8 @@ def test_a_state_with_dropped_micro_batches_is_for_an_engine_that_drops():
     state = engine.state_dict()
     with pytest.raises(CallerError, match="on_non_finite"):
         new_engine(micro_batches=3, on_non_finite="skip").load_state_dict(state)
-    for change in ({"dropped": np.array(3)}, {"dropped": np.array(-1)}, {"counted_weight": np.array(1.0)}):
+    changes = [*({"dropped": np.array(count)} for count in (-1, 1, 3)), {"counted_weight": np.array(1.0)}]
+    for change in changes:
         with pytest.raises(CallerError, match="dropped"):
             new_engine(micro_batches=3).load_state_dict({**state, **change})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transports import Transport, group, outcomes
 
 from gradengine import GradientEngine, GradientLayout, SpikePolicy
-from gradengine.errors import CallerError, HandshakeRefused, NonFiniteGradient
+from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient
 from gradengine.kernels.spikes import Norms
 
 LAYOUT = GradientLayout.of({"w": (40,), "b": (3,)})
@@ -220,6 +220,47 @@ def test_ranks_with_another_policy_form_no_group():
         for found in outcomes(work, exchanges):
             assert isinstance(found, HandshakeRefused)
             assert "on_spike" in str(found)
+
+
+@pytest.mark.parametrize("transport", [Transport.THREADS, Transport.UNIX])
+def test_ranks_with_another_running_norm_are_told(transport):
+    def work(exchange):
+        engine = GradientEngine(LAYOUT, on_spike=POLICIES[1])
+        for norm in norms_of(3 + exchange.rank):
+            engine.add(gradients(norm))
+            engine.step()
+        state = engine.state_dict()
+        engine = GradientEngine(LAYOUT, exchange=exchange, on_spike=POLICIES[1])
+        engine.load_state_dict({**state, "step": np.array(0)})
+        engine.add(gradients(1.0))
+        with pytest.raises(ExchangeError, match="rank 1 has another running norm than rank 0"):
+            engine.step()
+        return True
+
+    with group(transport, 2) as exchanges:
+        assert outcomes(work, exchanges) == [True, True]
+
+
+@pytest.mark.parametrize("at", ["begin", "follow"])
+def test_a_step_that_is_interrupted_counts_no_norm(monkeypatch, at):
+    engine = GradientEngine(LAYOUT, on_spike=POLICIES[1])
+    of = engine._reducer if at == "begin" else engine._deciding
+    made, interrupted = getattr(type(of), at), []
+
+    def interrupting(self, *given, **named):
+        if at == "begin":
+            made(self, *given, **named)
+        if not interrupted:
+            interrupted.append(at)
+            raise KeyboardInterrupt
+        return made(self, *given, **named)
+
+    engine.add(gradients(5.0))
+    monkeypatch.setattr(type(of), at, interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.discard()
+    assert (engine.current_step, int(engine.state_dict()["norm_steps"])) == (0, 0)
 
 
 def test_one_part_of_a_model_has_no_policy_of_its_own():

@@ -215,3 +215,12 @@ class TestRefused:
         attached.remove()
         assert not hasattr(ours.unused, "main_grad")
         assert not hasattr(ours.unused, "grad_added_to_main_grad")
+
+
+def test_with_an_engine_that_drops_micro_batches_it_is_refused():
+    module = torch.nn.Linear(2, 2)
+    engine = GradientEngine(layout_of(module), on_non_finite="drop_micro_batch")
+    with pytest.raises(CallerError, match="main_grad"):
+        attach(module, engine, main_grad=True)
+    assert not hasattr(module.weight, "main_grad")
+    attach(module, engine).remove()

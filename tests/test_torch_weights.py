@@ -193,6 +193,18 @@ class TestBroadcast:
 
         assert on_ranks(work, 2) == [2, 2]
 
+    def test_what_torch_lets_nobody_write_to_is_refused_on_all_ranks(self):
+        def work(exchange):
+            module = module_of(exchange.rank, [])
+            with torch.inference_mode():
+                module.register_buffer("fixed", torch.ones(2))
+            before = bits(module.weight)
+            with pytest.raises(CallerError, match=r"'fixed' .*inference"):
+                attached_to(module, exchange).broadcast()
+            return bits(module.weight) == before
+
+        assert on_ranks(work, 2) == [True, True]
+
     @pytest.mark.parametrize("opens", ["backward", "nothing"])
     def test_an_open_window_is_refused(self, opens):
         module = module_of(0, [])

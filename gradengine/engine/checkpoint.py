@@ -6,13 +6,12 @@ the window's worker. What can be computed again (squared sums, the norm) is not 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from gradengine.accumulate.window import SavedWindow, checked_weight
+from gradengine.accumulate.window import SavedWindow, checked_weight, ordered_sum
 from gradengine.arguments import MOST, checked_rank, out_of_range, refuse_other_kind, said, whole_number
 from gradengine.arrays.buffer import Array
 from gradengine.engine.settings import SharedSettings
@@ -38,7 +37,7 @@ class Content(NamedTuple):
 
 _VERSION = 2
 _WINDOW = "counted_weight", "dropped", "says_nothing", "counts", "used", "filled", "sums"
-_NORMS = "norm_mean", "norm_variance", "norm_steps"
+_NORMS = {"norm_mean": 2.0**256, "norm_variance": 2.0**512, "norm_steps": 2**62}  # the most of each
 _NUMBER: Final = ()  # the shape of one
 _BYTES: Final = None  # as many as there are
 #: What is saved: its dtype, and its shape unless that depends on the layout.
@@ -118,8 +117,8 @@ def loaded_state(
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
     norms = Norms(*(found[name].item() for name in _NORMS))
     for name, number in zip(_NORMS, norms, strict=True):
-        if not 0 <= number < math.inf:  # NaN is refused too
-            raise out_of_range(name, number, "a finite number, 0 or more")
+        if not 0 <= number <= _NORMS[name]:  # NaN is refused too
+            raise out_of_range(name, number, f"0..{_NORMS[name]:g}")
     scale = found["loss_scale"].item(), tracker
     return Content(step, worker, scale, found["max_norms"].tolist(), norms, _window(found, layout, micro_batches))
 
@@ -182,7 +181,9 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None
             expected="a weight for each micro-batch" + ("" if room is None else f", of {room} at most"),
         )
     counted_weight, dropped = found["counted_weight"].item(), found["dropped"].item()
-    is_weighed = 0 < counted_weight < math.inf if dropped < weights.size else counted_weight == 0
+    total = ordered_sum(weights.tolist())
+    ends = {0: counted_weight == total, weights.size: counted_weight == 0}
+    is_weighed = ends.get(dropped, 0 < counted_weight < total)
     if not 0 <= dropped <= weights.size or not is_weighed:
         what = "'counted_weight' and 'dropped' of a saved state contradict its micro-batches"
         raise CallerError(what, got=f"weight {counted_weight:g}, and {dropped} of {weights.size} dropped")

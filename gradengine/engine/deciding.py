@@ -63,7 +63,8 @@ class Deciding:
         plan, spikes = self.clipping.plan, self._spikes
         try:
             scale = self.scaling.known(reducer)
-            stats = reducer.agree(scale)
+            norms = str(self.norms) if spikes is not None and reducer.waits else None
+            stats = reducer.agree(scale, norms)
             # Each micro-batch was dropped, and the step is skipped. K2 looks at a weight that the host does not have.
             is_empty = isinstance(stats.weight, float) and stats.weight == 0
             divisor = math.inf if is_empty else scale[0] * reducer.divisor(stats)

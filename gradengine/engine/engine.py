@@ -395,8 +395,8 @@ class GradientEngine:
             self._kernels.device.hand_over(accumulator.producers)
             if decision.bad is None:
                 self._late.send()
-        self._deciding.follow(decision)
         reducer.begin(step + 1, is_made=True)
+        self._deciding.follow(decision)  # last: a call that is interrupted before it has not made the step
         return result
 
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], object]:
@@ -585,7 +585,7 @@ class GradientEngine:
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
         is_fixed = name in self.__dict__ or name not in _SET_ONCE
-        if is_fixed and not (name.startswith("_") or hasattr(type(self), name)):
+        if is_fixed and not (name.startswith("_") or isinstance(getattr(type(self), name, None), property)):
             raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
         super().__setattr__(name, value)
 

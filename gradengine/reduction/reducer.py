@@ -185,13 +185,14 @@ class Reducer:
             raise CallerError(f"'{what}' was told in step {self.step} already, with other facts", do=do)
         return told
 
-    def agree(self, scale: Scale) -> StepStats:
+    def agree(self, scale: Scale, norms: str | None = None) -> StepStats:
         """Sum the arena over all workers, and return the step's stats, the same on all of them.
 
         Where the workers sum on their GPUs, the sums are only queued, and the totals known on the device alone.
 
         Args:
             scale: The loss scale, and the finite steps that a dynamic one has seen, the same on all workers.
+            norms: The running norm of a spike policy as text, the same on all workers; None without a policy.
 
         Raises:
             WindowError: No worker had a micro-batch; all go on with the next step.
@@ -213,7 +214,7 @@ class Reducer:
         elif self.on_device is not None:
             stats = self._agree_on_device(self.on_device, scale)
         else:
-            stats = self._agree_on_host(scale)
+            stats = self._agree_on_host(scale, norms)
         self._state.enter(Event.AGREE)
         if self.on_device is None and not stats.micro_batches:
             self.begin(self.step + 1)  # as all ranks do
@@ -316,9 +317,11 @@ class Reducer:
 
     # ---- inside ----
 
-    def _agree_on_host(self, scale: Scale) -> StepStats:
+    def _agree_on_host(self, scale: Scale, norms: str | None) -> StepStats:
         shown_scale = f"{scale[0]!r} for {scale[1]} steps" if scale[1] else repr(scale[0])
         terms = {"loss_scale": shown_scale, "max_norm": self._settings["max_norm"]}
+        if norms is not None:
+            terms["running norm"] = norms
         if self.is_only_worker or self.workers is None:
             self.accumulator.measure_rest()
             self._state.enter(Event.SEND)

@@ -69,6 +69,9 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
     refuse_other_kind("engine", engine, GradientEngine)
     alone, main_grad = truth_value("alone", alone), truth_value("main_grad", main_grad)
     _refuse_other_layout(layout_of(module), engine.layout)
+    if main_grad and engine.on_non_finite == "drop_micro_batch":
+        what = "with main_grad=True layers add to the sum themselves, and no micro-batch can be dropped"
+        raise CallerError(what, do="use on_non_finite='skip'")
     if any(other._engine is engine for other in _live):
         raise CallerError("the engine is attached to another module", do="remove() what attach() returned first")
     return Attached(module, engine, alone=alone, main_grad=main_grad)

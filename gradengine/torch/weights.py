@@ -72,6 +72,9 @@ def send_from_rank_0(workers: Exchange, parts: Exchange | None, tensors: Mapping
         if not _has_memory(tensor):
             what = f"tensor {rows[name]} cannot be sent: it has no memory of its own"
             raise CallerError(what, do="load it from one checkpoint on all ranks")
+        if tensor.is_inference():  # torch lets nobody write to it
+            do = "make the module outside of inference_mode()"
+            raise CallerError(f"tensor {rows[name]} cannot be written", do=do)
     workers.broadcast(_bytes_in_turn(tensors, writes=workers.rank > 0))
 
 
@@ -104,7 +107,7 @@ def _told(exchange: Exchange, what: str, facts: object) -> list[Any]:
 def _row_of(name: str, tensor: torch.Tensor) -> str:
     if not _has_memory(tensor):
         return f"'{name}' {tuple(tensor.shape)}, {tensor.layout} on {tensor.device.type}"
-    return f"'{name}' {tuple(_single(tensor).shape)}, {tensor.dtype}"
+    return f"'{name}' {tuple(_single(tensor).shape)}, {tensor.dtype}{', inference' * tensor.is_inference()}"
 
 
 def _digest_of(row: str, tensor: torch.Tensor) -> int:
