@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from gradengine import GradientEngine, GradientLayout, local_group  # noqa: E402
 from gradengine.errors import CallerError, LayoutMismatch, PeerLost, WindowError  # noqa: E402
 from gradengine.exchange import exchange as exchange_file  # noqa: E402
-from gradengine.torch import attach, layout_of  # noqa: E402
+from gradengine.torch import attach, gradients_of, layout_of  # noqa: E402
 
 FP8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
 DTYPES = [
@@ -192,6 +192,18 @@ class TestBroadcast:
             return attached.step().micro_batches
 
         assert on_ranks(work, 2) == [2, 2]
+
+    def test_a_loop_by_hand_sends_them_once_and_keeps_no_hook(self):
+        def work(exchange):
+            module = module_of(exchange.rank, [])
+            engine = GradientEngine(layout_of(module), exchange=exchange)
+            attach(module, engine).broadcast()
+            module.weight.sum().backward()
+            engine.add(gradients_of(module))
+            return bits(module.weight), float(engine.step().norm)
+
+        first, second = on_ranks(work, 2)
+        assert first == second
 
     def test_what_torch_lets_nobody_write_to_is_refused_on_all_ranks(self):
         def work(exchange):
