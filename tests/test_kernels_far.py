@@ -101,7 +101,7 @@ def test_chunks_of_8_billion_elements_are_accumulated_where_they_lie(kernels, fa
     addresses = np.array([[tagged(source)] for _, _, source in given] + [[0], [0]], np.uint64)
     addresses[0] |= np.uint64(OVERWRITE if overwrite else 0)
     weights = [np.float32(w) for w in (0.3, 1, 1, 1)]
-    arguments = (np.uint32(table.entries), np.int64(table.chunk), sums.values, sums.non_finite, np.uint64(0))
+    arguments = (np.uint32(table.entries), np.int64(table.chunk), sums.values, sums.non_finite)
     work = only(kernels, table, CHUNKS)
     kernels._launches.over(work, "accumulate_4", arguments, addresses.reshape(-1), weights)
     kernels.xp.cuda.runtime.deviceSynchronize()

@@ -585,7 +585,7 @@ class GradientEngine:
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
         is_fixed = name in self.__dict__ or name not in _SET_ONCE
-        if is_fixed and not (name.startswith("_") or isinstance(getattr(type(self), name, None), property)):
+        if is_fixed and not (name.startswith("_") or hasattr(type(self), name)):
             raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
         super().__setattr__(name, value)
 

@@ -103,22 +103,19 @@ struct Fold {
 };
 
 // `address` holds a row of `entries` for each source; a 0 in it is a component that this micro-batch had nothing for.
-// One that is to be overwritten and has no source becomes zero, where there is one row. Of a micro-batch that is dropped
-// nothing is added: what was measured before it still holds.
+// One that is to be overwritten and has no source becomes zero, where there is one row.
 template <int SOURCES>
 __device__ __forceinline__ void accumulate(const Row* rows, const Target* targets, u32 entries, i64 chunk,
-                                           double* squares, u32* non_finite, const float* dropped, const u64* address,
-                                           const float* weight) {
+                                           double* squares, u32* non_finite, const u64* address, const float* weight) {
   const Row row = rows[blockIdx.x];
   const Target component = targets[row.entry];
   Fold<SOURCES> fold = {Stretch(component.address & ADDRESS, component.size)};
   fold.overwrite = address[row.entry] & OVERWRITE;
   fold.measured = squares;
-  const bool is_dropped = dropped && *dropped != 0.0f;
   bool any = false;
 #pragma unroll
   for (int j = 0; j < SOURCES; ++j) {
-    fold.source[j] = is_dropped ? 0 : address[j * entries + row.entry];
+    fold.source[j] = address[j * entries + row.entry];
     fold.weight[j] = weight[j];
     any |= !fold.is_nothing(j);
   }
@@ -173,17 +170,16 @@ struct Weights {
 #define ACCUMULATE(NAME, CAPACITY, SOURCES)                                                                       \
   extern "C" __global__ void __launch_bounds__(BOUNDS_##SOURCES)                                                  \
       NAME(const Row* rows, const Target* targets, u32 entries, i64 chunk, double* squares, u32* non_finite,      \
-           const float* dropped, const __grid_constant__ Sources<CAPACITY, SOURCES> sources) {                    \
-    accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, dropped, sources.address,             \
-                        sources.weight);                                                                          \
+           const __grid_constant__ Sources<CAPACITY, SOURCES> sources) {                                          \
+    accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, sources.address, sources.weight);     \
   }
 
 // More addresses than that come from device memory, whereto a copy on the same stream brought them.
 #define ACCUMULATE_TABLE(NAME, SOURCES)                                                                           \
   extern "C" __global__ void __launch_bounds__(BOUNDS_##SOURCES)                                                  \
       NAME(const Row* rows, const Target* targets, u32 entries, i64 chunk, double* squares, u32* non_finite,      \
-           const float* dropped, const __grid_constant__ Weights<SOURCES> weights, const u64* address) {          \
-    accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, dropped, address, weights.weight);    \
+           const __grid_constant__ Weights<SOURCES> weights, const u64* address) {                                \
+    accumulate<SOURCES>(rows, targets, entries, chunk, squares, non_finite, address, weights.weight);             \
   }
 
 ACCUMULATE(accumulate_1_small, 480, 1)

@@ -69,18 +69,21 @@ class CudaKernels(Kernels):
             self._hand_back_to(arena, plan, arena.in_place)
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
-        """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are."""
+        """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are.
+
+        One that may be dropped takes two launches, since only the device knows whether it is.
+        """
         columns = 1 if len(fold.contributions) == 1 else _SOURCES
         table = self._table_of(arena, fold.slots)
         partials = _partials(arena) if measure else (_NULL, _NULL)
-        dropped = fold.dropped if isinstance(fold.dropped, self.xp.ndarray) else _NULL
-        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials, dropped)
+        dropped = fold.dropped if isinstance(fold.dropped, self.xp.ndarray) else None
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *partials)
         rows = fold.addresses(columns)
         for first, addresses in zip(range(0, len(fold.contributions), columns), rows, strict=True):
             weights = list(fold.weights[first : first + columns])
             weights += [np.float32(1)] * (columns - len(weights))
             with arena.in_order():
-                self._launches.over(table, f"accumulate_{columns}", arguments, addresses, weights)
+                self._launches.over(table, f"accumulate_{columns}", arguments, addresses, weights, dropped=dropped)
         for contribution in fold.contributions:
             if contribution.producers:
                 self.device.give_back(contribution.producers, contribution.views, contribution.sources)
@@ -125,7 +128,7 @@ class CudaKernels(Kernels):
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
         """See `Kernels.zero`; one launch, of K1 without a source."""
         table = self._table_of(arena, slots)
-        arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena), _NULL)
+        arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena))
         with arena.in_order():
             self._launches.over(table, "accumulate_1", arguments, chosen * np.uint64(OVERWRITE), [np.float32(1)])
 

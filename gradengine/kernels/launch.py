@@ -41,7 +41,7 @@ _FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant fo
     "measure": ("measure",),
     "finalise": ("finalise",),
     "tally": ("tally",),
-    "judge": ("judge",),
+    "judge": ("judge", "mask"),
     "hand_back": ("hand_back",),
 }
 _SINGLE = {"finalise", "tally", "judge"}  # which take no addresses by value
@@ -146,15 +146,20 @@ class Launches:
         arguments: tuple[Any, ...],
         addresses: Addresses,
         weights: Sequence[np.float32] = (),
+        *,
+        dropped: Any = None,
     ) -> None:
         """Launch a kernel over a table's rows.
 
         `function` is its name without the size of the argument with the addresses, `arguments` are those between the
-        table and the addresses.
+        table and the addresses. `dropped` is a number on the device: unless it is 0 the kernel gets no gradient.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        size, *rest = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
+        carried = None if dropped is not None else by_value(addresses, weights, self._capacities)
+        size, *rest = carried or self._by_memory(addresses, weights)
+        if dropped is not None:
+            self.run("mask", 1, THREADS, (dropped, rest[-1], np.uint32(addresses.size)))
         self.run(f"{function}_{size}", table.blocks, THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
 
