@@ -93,10 +93,8 @@ class Deciding:
         used = decision.loss_scale if decision.bad is None else scale[0]
         return stats, decision, non_finite, None if dynamic is None else used
 
-    def noise(self, stats: StepStats, used_scale: Any) -> StepNoise | None:
-        """Return the facts of the step's gradient noise, if the engine measures it."""
-        if not self._accumulator.keeps_first:
-            return None
+    def noise(self, stats: StepStats, used_scale: Any) -> StepNoise:
+        """Return the facts of the step's gradient noise, for an engine that measures it."""
         known_scale = self.scaling.value if used_scale is None else used_scale
         return StepNoise(stats, self._accumulator.first, self._average, self._reducer.worker[1], known_scale)
 

@@ -425,7 +425,7 @@ class GradientEngine:
 
         A step reads the request just before the ranks agree on it, or before a replay is queued. A request that arrives
         later counts for the next step. Each request is reported once, also by a step that was skipped or deferred.
-        After that the loop may go on. A step that fails or is interrupted keeps the request, and so does `discard()`.
+        After that the loop may go on. A step that fails keeps the request, as `discard()` and most interrupts do.
         `state_dict()` does not save it.
 
         Example:

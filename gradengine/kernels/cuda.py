@@ -227,8 +227,8 @@ class CudaKernels(Kernels):
         Args:
             told: A row of 8-byte words for each worker, in rank order.
             workers: How many.
-            sums: Four fp64 numbers to be written: what a sum is divided by, or NaN; weight; micro-batches; whether to
-                stop, 1.0 or 0.0.
+            sums: Five fp64 numbers to be written: what a sum is divided by, or NaN; weight; micro-batches; whether to
+                stop, 1.0 or 0.0; micro-batches that were dropped.
         """
         self._launches.run("tally", 1, 1, (told, np.uint32(workers), np.uint32(told.size // workers), sums))
 
