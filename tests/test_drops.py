@@ -3,7 +3,6 @@
 import math
 import sys
 
-import cuda_emulator
 import numpy as np
 import pytest
 import strategies as draw
@@ -178,18 +177,6 @@ def test_each_replay_drops_by_itself(device):
     engine.check()
 
 
-def test_nobody_waits_for_it(emulated):
-    engine, arrays = new_engine(emulated), put_all(emulated, micro_batch(0, 2, 0))
-    for _ in range(2):
-        engine.add(arrays)
-        engine.step()
-    with cuda_emulator.recorded() as record:
-        for _ in range(2):
-            engine.add(arrays)
-            engine.step()
-    assert record.waits == []
-
-
 @pytest.mark.parametrize("average", ["weighted", "prescaled", "per_worker"])
 def test_ranks_that_sum_on_their_gpus(device, monkeypatch, average):
     torch = torch_with_nccl(device.xp)
@@ -211,6 +198,20 @@ def test_ranks_that_sum_on_their_gpus(device, monkeypatch, average):
         for step in range(3):
             assert_as(each[step], 2, step, average=average)
     assert str(found[0]) == str(found[1])
+
+
+@pytest.mark.parametrize("components", [600, 4100])
+def test_of_any_number_of_components(device, components):
+    """More than the arguments of a launch hold."""
+    layout = GradientLayout.of({f"w{position}": (1,) for position in range(components)})
+    engine = GradientEngine(layout, device.kernels, max_norm=None, on_non_finite="drop_micro_batch")
+    for last in (1.0, math.nan, 1.0):
+        values = np.ones(components, np.float32)
+        values[-1] = last
+        engine.add(put_all(device, np.split(values, components)))
+    result = engine.step()
+    assert number_of(result.dropped) == 1
+    assert {array.item() for array in all_on_host(result.gradients).values()} == {1.0}
 
 
 def test_a_device_sums_the_same_bits_as_the_host(device):

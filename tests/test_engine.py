@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from interrupts import PACKAGE
 from operations import Name, growth, operations
 
-from gradengine import GradientEngine, GradientLayout, NonFiniteGradient
+from gradengine import DynamicLossScale, GradientEngine, GradientLayout, NonFiniteGradient, SpikePolicy
 from gradengine.errors import BufferRefused, CallerError, GradientError, LayoutMismatch, WindowError
 
 SMALL = GradientLayout.of({"layers.0.w": (3, 5), "layers.1.w": (7,), "head": (1,)})
@@ -516,6 +516,26 @@ class TestCost:
         assert len(record.launches) == -(-4 // hold) + 2
         assert record.launches[-2:] == ["finalise", "hand_back_small"]
         assert bits_of(result) == bits
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"on_spike": SpikePolicy(warm_up=2)},
+            {"on_non_finite": "drop_micro_batch"},
+            {"on_non_finite": "skip", "loss_scale": DynamicLossScale()},
+        ],
+        ids=str,
+    )
+    def test_no_policy_waits(self, emulated, options):
+        engine, gradients = new_engine(emulated, **options), put_all(emulated, gradients_of(0))
+        for _ in range(3):
+            engine.add(gradients)
+            engine.step()
+        with cuda_emulator.recorded() as record:
+            for _ in range(2):
+                engine.add(gradients)
+                engine.step()
+        assert (record.waits, record.allocations, record.pinned_allocations) == ([], [], [])
 
     def test_an_engine_that_is_dropped_is_gone_at_once(self):
         engine = new_engine()

@@ -2,7 +2,6 @@
 
 import math
 
-import cuda_emulator
 import numpy as np
 import pytest
 from backends import BACKENDS
@@ -136,18 +135,6 @@ def test_each_replay_is_decided_on_the_device(device, policy):
     for norm in norms_of(27)[20:]:
         resumed.add(put_all(device, gradients(norm)))
         assert_as(model, norm, figures(resumed.step()))
-
-
-def test_nobody_waits_for_it(emulated):
-    engine = GradientEngine(LAYOUT, emulated.kernels, on_spike=POLICIES[1], on_non_finite="skip")
-    arrays = put_all(emulated, gradients(1.0))
-    engine.add(arrays)
-    engine.step()
-    with cuda_emulator.recorded() as record:
-        for _ in range(2):
-            engine.add(arrays)
-            engine.step()
-    assert record.waits == []
 
 
 @pytest.mark.parametrize("on_non_finite", ["raise", "skip", "propagate"])

@@ -304,7 +304,7 @@ class PerBlockGradientAccumulator:
             self.kernels.scale(self.arena.targets, factor, self.arena.targets)
             self._window.become_one()
             if self.drops is not None:
-                self.drops.kept.write(1.0, 0, 0.0, 0)
+                self.drops.kept.write(1.0, 0, 0.0, 0, 0)
 
     def zero_all(self) -> None:
         """Drop the window and the gradients held for it. Nothing is written: the next micro-batch overwrites."""
@@ -469,7 +469,7 @@ class PerBlockGradientAccumulator:
                 self.kernels.device.write(self.arena.targets[position], saved.sums[slot.offset : slot.stop])
             self._window = Window.of(saved)
         if self.drops is not None:
-            self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0)
+            self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0, 0)
             self.measure_rest()  # of a micro-batch that is dropped nothing is measured anew
 
     # ---- inside ----

@@ -93,7 +93,7 @@ class CudaKernels(Kernels):
     def judge(
         self, arena: Arena, contribution: Contribution, weight: np.float32, drops: Drops, *, is_first: bool
     ) -> Any:
-        """See `Kernels.judge`; two launches. The answer is an array, which later micro-batches overwrite."""
+        """See `Kernels.judge`; two launches. The answer is the counts' memory, which later micro-batches overwrite."""
         assert isinstance(drops.kept, DeviceKept)  # noqa: S101  (made by `kept`)
         table, counts = self._table_of_all(arena), drops.sums.non_finite
         arguments = (np.uint32(counts.size), np.float32(weight), np.uint32(is_first), drops.kept.memory)
@@ -101,7 +101,7 @@ class CudaKernels(Kernels):
             squares = (np.int64(table.chunk), drops.sums.values, counts)
             self._launches.over(table, "measure", squares, contribution.addresses)
             self._launches.run("judge", 1, THREADS, (counts, *arguments))
-        return drops.kept.field("is_bad")
+        return drops.kept.memory
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
         """See `Kernels.measure`; one launch."""

@@ -116,7 +116,7 @@ class HostKernels(Kernels):
 
         self._run(look, chunks, sum(data.size for data, _ in chunks if data.size >= _LEAST_FOLDED))
         before, dropped, *_ = (0.0, 0) if is_first else drops.kept.read()
-        drops.kept.write(before if bad else before + float(weight), dropped + bool(bad), float(bool(bad)), 0)
+        drops.kept.write(before if bad else before + float(weight), dropped + bool(bad), float(bool(bad)), 0, 0)
         return bool(bad)
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:

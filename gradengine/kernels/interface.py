@@ -17,7 +17,7 @@ from gradengine.arrays.buffer import Buffer
 from gradengine.kernels.arena import Arena, PartialSums
 from gradengine.kernels.decision import ClipPlan, Decision, Float64, Scalar
 from gradengine.kernels.device import Device
-from gradengine.kernels.kept import DROPS, Drops, Kept
+from gradengine.kernels.kept import Drops, Kept, drops_of
 from gradengine.kernels.loss_scale import LossScale
 from gradengine.kernels.operands import Contribution, Destinations, FoldPass
 from gradengine.kernels.spikes import Spikes
@@ -158,7 +158,8 @@ class Kernels(ABC):
 
     def drops(self, arena: Arena) -> Drops:
         """What the micro-batches of a window count in this arena, if those that are not finite are dropped."""
-        return Drops(self.kept(arena, DROPS, 0.0, 0, 0.0, 0), self.partial_sums(arena.partials.sizes, arena.memory))
+        kept = self.kept(arena, drops_of(len(arena.targets)), 0.0, 0, 0.0, 0, 0)
+        return Drops(kept, self.partial_sums(arena.partials.sizes, arena.memory))
 
     def status_readback(self, arena: Arena, plan: ClipPlan) -> StatusReadback | None:
         """Reads back the status of steps that K2 decides from this arena; None if decisions are known at once."""

@@ -5,11 +5,12 @@
 
 enum { JUDGE_THREADS = 256 };
 
-struct Drops {  // `DROPS` of kernels/kept.py
+struct Drops {  // `drops_of` of kernels/kept.py
   double weight;  // of the window's micro-batches that count
   u64 dropped;    // micro-batches that do not
   float is_bad;   // 1 if the last one does not
   u32 unused;
+  u64 address[1];  // of the last one's gradients, one for each component
 };
 
 extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)
@@ -27,9 +28,31 @@ extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)
   drops->is_bad = is_bad ? 1.0f : 0.0f;
 }
 
-// Takes the addresses of a micro-batch that is dropped out of a launch of K1. What K1 is to overwrite it then zeroes, and
-// what was measured before still holds. K1 itself has no branch for it, which took it 14 registers on sm_86.
-extern "C" __global__ void __launch_bounds__(JUDGE_THREADS) mask(const float* is_bad, u64* address, u32 entries) {
-  if (*is_bad == 0.0f) return;
-  for (u32 entry = threadIdx.x; entry < entries; entry += JUDGE_THREADS) address[entry] &= OVERWRITE;
+// Writes the addresses of a micro-batch for K1 to read, without the gradients if it is dropped. K1 then zeroes what it is
+// to overwrite, and what was measured before still holds. A branch in K1 itself took it 14 registers on sm_86.
+__device__ __forceinline__ void mask(Drops* drops, u32 entries, const u64* address) {
+  const u64 kept = drops->is_bad == 0.0f ? ~0ull : OVERWRITE;
+  for (u32 entry = threadIdx.x; entry < entries; entry += JUDGE_THREADS) drops->address[entry] = address[entry] & kept;
+}
+
+template <int CAPACITY>
+struct Source {
+  u64 address[CAPACITY];
+  float weight;  // K1's
+};
+
+#define MASK(NAME, CAPACITY)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)                                                     \
+      NAME(Drops* drops, u32 entries, const __grid_constant__ Source<CAPACITY> source) {                          \
+    mask(drops, entries, source.address);                                                                         \
+  }
+
+MASK(mask_small, 480)
+#ifndef SMALL_ARGUMENTS_ONLY
+MASK(mask_large, 4000)
+#endif
+
+extern "C" __global__ void __launch_bounds__(JUDGE_THREADS)
+    mask_table(Drops* drops, u32 entries, float weight, const u64* address) {
+  mask(drops, entries, address);
 }

@@ -14,8 +14,13 @@ from gradengine.kernels.decision import Scalar
 from gradengine.kernels.streams import StreamOrder
 
 BOUNDS_AT = 8  # bytes: before the bounds are those by which workers compare them
-#: What a window's micro-batches count if those that are not finite are dropped: struct Drops of judge.cu.
-DROPS = np.dtype([("weight", "<f8"), ("dropped", "<u8"), ("is_bad", "<f4"), ("unused", "<u4")])
+ADDRESSES_AT = 24  # bytes: before the addresses are the other fields of `drops_of`
+
+
+def drops_of(components: int) -> np.dtype[Any]:
+    """The record of what a window's micro-batches count if those that are not finite are dropped: struct Drops."""
+    addresses = ("addresses", "<u8", (components,))
+    return np.dtype([("weight", "<f8"), ("dropped", "<u8"), ("is_bad", "<f4"), ("unused", "<u4"), addresses])
 
 
 def bounds_of(groups: int) -> np.dtype[Any]:
@@ -89,5 +94,5 @@ class DeviceKept(Kept):
 class Drops(NamedTuple):
     """What a window's micro-batches count if those that are not finite are dropped."""
 
-    kept: Kept  # of `DROPS`
+    kept: Kept  # of `drops_of`
     sums: PartialSums  # of the gradients of the micro-batch that is judged, like the arena's

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradengine.kernels.cuda_runtime import CudaRuntime
+from gradengine.kernels.kept import ADDRESSES_AT
 from gradengine.kernels.toolchain import compiled, takes_large_arguments
 
 _TARGET = np.dtype([("address", "<u8"), ("size", "<i8"), ("first", "<u4"), ("group", "<u4")])
@@ -36,7 +37,7 @@ _WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 bloc
 CAPACITIES = {"small": 480, "large": 4000}
 THREADS = 256  # as the .cu files say; 512 for finalise
 FINALISE_THREADS = 512
-_FILES = {  # and the kernels in each: but for those of _SINGLE, in a variant for each way of addresses
+_FILES = {  # and the kernels in each: but for _SINGLE, in a variant for each way of addresses
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
@@ -107,6 +108,10 @@ def by_value(
     return None
 
 
+def _argument(weights: Sequence[np.float32]) -> npt.NDArray[Any]:
+    return np.array(weights, np.float32).view(f"V{4 * len(weights)}")
+
+
 @final
 class Launches:
     """The kernels of one device, compiled or from CuPy's cache, to be launched on its current stream."""
@@ -122,7 +127,7 @@ class Launches:
             name + size: modules[file].get_function(name + size)
             for file, names in _FILES.items()
             for name in names
-            for size in ([""] if file in _SINGLE else sizes)
+            for size in ([""] if name in _SINGLE else sizes)
         }
         self._table_of = functools.lru_cache(_TABLES)(self._made)
 
@@ -152,20 +157,19 @@ class Launches:
         """Launch a kernel over a table's rows.
 
         `function` is its name without the size of the argument with the addresses, `arguments` are those between the
-        table and the addresses. `dropped` is a number on the device: unless it is 0 the kernel gets no gradient.
+        table and the addresses. `dropped` is memory of `drops_of`: the kernel then reads there which gradients remain.
         """
         if not table.blocks:  # CuPy makes a grid of one block out of an empty one
             return
-        carried = None if dropped is not None else by_value(addresses, weights, self._capacities)
-        size, *rest = carried or self._by_memory(addresses, weights)
+        size, *rest = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
         if dropped is not None:
-            self.run("mask", 1, THREADS, (dropped, rest[-1], np.uint32(addresses.size)))
+            self.run(f"mask_{size}", 1, THREADS, (dropped, np.uint32(addresses.size), *rest))
+            size, rest = "table", [_argument(weights), dropped[ADDRESSES_AT:]]
         self.run(f"{function}_{size}", table.blocks, THREADS, (table.rows, table.targets, *arguments, *rest))
         self._device.used(table.uses, table.born)
 
     def _by_memory(self, addresses: Addresses, weights: Sequence[np.float32]) -> tuple[Any, ...]:
-        carried = [np.array(weights, np.float32).view(f"V{4 * len(weights)}")] if weights else []
-        return "table", *carried, self._device.sent(addresses)
+        return "table", *([_argument(weights)] if weights else []), self._device.sent(addresses)
 
     def run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel by its whole name."""
