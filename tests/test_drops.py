@@ -277,6 +277,28 @@ def test_one_that_comes_component_by_component_is_kept_until_its_end(backend, by
     assert not engine.has_open_window
 
 
+def test_a_window_is_neither_stepped_nor_dropped_within_a_micro_batch(backend):
+    engine, arrays = new_engine(backend), put_all(backend, drawn(0))
+    engine.add(arrays)
+    one = engine.micro_batch()
+    one.add("b", arrays[3])
+    for call in (engine.step, engine.state_dict, lambda: engine.add(arrays)):
+        with pytest.raises(WindowError, match="part of a micro-batch"):
+            call()
+    engine.discard()
+    with pytest.raises(WindowError, match="over"):
+        one.end()
+    assert not engine.has_open_window
+    with engine.micro_batch() as one:
+        one.add("b", arrays[3])
+    one = engine.micro_batch()
+    one.add("b", arrays[3])
+    one.add("layers.0.w", arrays[3])
+    with pytest.raises(WindowError, match="same array"):
+        one.end()
+    assert number_of(engine.step().micro_batches) == 1
+
+
 def test_ranks_whose_micro_batches_come_component_by_component():
     def work(exchange):
         engine, found = new_engine(exchange=exchange, micro_batches=3), []
@@ -349,7 +371,8 @@ def test_the_mean_of_a_window_counts_once(backend):
     np.testing.assert_allclose(all_on_host(result.gradients)["b"], drawn(0)[3], rtol=1e-6)
 
 
-def test_all_elements_may_be_bad(backend):
+def test_all_elements_may_be_bad_and_those_that_do_not_come_are_not(backend):
     engine = new_engine(backend)
     engine.add(put_all(backend, [np.full(slot.shape, math.nan, np.float32) for slot in LAYOUT.slots]))
+    engine.add([None, None, None, backend.put(drawn(0)[3])])
     assert number_of(engine.step().dropped) == 1

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from backends import available
-from devices import assign, bits_of, on_host, put_all, synchronize
+from devices import assign, bits_of, number_of, on_host, put_all, synchronize
 from folds import Fold, accumulate
 from interrupts import interrupted_at, kept_interrupt, places_of, raised_at, signalled
 from ranks import on_ranks
@@ -22,6 +22,7 @@ from gradengine import GradientEngine, GradientLayout, local_group
 from gradengine.accumulate.state import State
 from gradengine.errors import CallerError, ExchangeError, HandshakeRefused, NonFiniteGradient, PeerLost, WindowError
 from gradengine.kernels import CHUNK
+from gradengine.kernels.decision import clip_scale
 from gradengine.kernels.host import HostKernels
 
 ONE = (np.float32(1),)
@@ -430,6 +431,35 @@ class TestHandlers:
             for at in of_call:
                 ended += self.assert_whole(GradientEngine(LAYOUT, micro_batches=2), {number: at}, kind)
         assert ended > 0.9 * sum(map(len, places))
+
+    @pytest.mark.parametrize("kind", [Preempted, Ended])
+    @pytest.mark.parametrize("name", ["max_norm", "load_state_dict"])
+    def test_a_change_between_windows_at_any_line_is_whole_or_broken(self, backend, name, kind):
+        """And the bound that is read is the one that clips, on the device too, after `discard()`."""
+        gradients = put_all(backend, micro_batch(0, 0, 0))
+
+        def new_engine(max_norm):
+            return GradientEngine(LAYOUT, backend.kernels, max_norm=max_norm)
+
+        saved = new_engine(2.0)
+        saved.add(gradients)
+        value = {"max_norm": 2.0, "load_state_dict": saved.state_dict()}[name]
+        change = setattr if name == "max_norm" else lambda engine, name, value: getattr(engine, name)(value)
+        broken, places = 0, places_of(partial(change, new_engine(0.5), name, value))
+        for at in places:
+            engine = new_engine(0.5)
+            raised_at(at, partial(change, engine, name, value), kind())
+            state = engine.accumulator.state.now
+            broken += state is State.BROKEN
+            if state is State.BROKEN:
+                engine.discard()
+            elif name == "load_state_dict":
+                assert (state, engine.max_norm) in {(State.EMPTY, 0.5), (State.OPEN, 2.0)}, at
+            if state is not State.OPEN:
+                engine.add(gradients)
+            result = engine.step()
+            assert number_of(result.scale) == np.float32(clip_scale(number_of(result.norm), engine.max_norm)), at
+        assert broken > 5
 
     @pytest.mark.parametrize("transport", [Transport.THREADS, Transport.UNIX, Transport.TCP])
     @pytest.mark.parametrize("kind", [Preempted, Ended])

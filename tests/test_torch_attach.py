@@ -14,7 +14,7 @@ import pytest
 import strategies as draw
 from hypothesis import example, given
 from hypothesis import strategies as st
-from interrupts import interrupted_at, places_of
+from interrupts import interrupted_at, places_of, raised_at
 from ranks import on_ranks, started
 
 torch = pytest.importorskip("torch")
@@ -397,12 +397,40 @@ class TestWhatGoesWrong:
             attached.step()
         assert no_gradients(ours)
 
+    @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_step_interrupted_at_any_line_is_broken_or_did_not_begin_or_set_each_grad(self, dtype, fault):
+        """As one with a function of `on_step` that raises."""
+
+        def begun():
+            module = torch.nn.Linear(2, 2, dtype=dtype)
+            engine = GradientEngine(layout_of(module), on_non_finite="skip")
+            attached = attach(module, engine)
+            module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            return module, engine, attached
+
+        ends = set()
+        for at in [None, *places_of(begun()[2].step)]:
+            module, engine, attached = begun()
+            if at is None:
+                engine.on_step(lambda _: 1 / 0)
+            raised_at(at, attached.step, fault())
+            ends.add(state := engine.accumulator.state.now)
+            assert state is not State.EMPTY or (engine.current_step and not no_gradients(module)), at
+            if state is State.BROKEN:
+                with pytest.raises(WindowError, match=r"discard\(\)"):
+                    attached.step()
+        assert ends == {State.OPEN, State.BROKEN, State.EMPTY}
+
+    @pytest.mark.parametrize("policy", ["raise", "drop_micro_batch"])
     @pytest.mark.parametrize("way", ["with", "alone"])
-    def test_interrupted_at_any_line_a_micro_batch_is_in_the_window_or_is_not_or_the_window_is_refused(self, way):
+    def test_interrupted_at_any_line_a_micro_batch_is_in_the_window_or_is_not_or_the_window_is_refused(
+        self, way, policy
+    ):
         def begun():
             module = torch.nn.Linear(2, 2)
             torch.nn.init.ones_(module.weight)
-            engine = GradientEngine(layout_of(module))
+            engine = GradientEngine(layout_of(module), on_non_finite=policy)
             attached = attach(module, engine)
             module(torch.ones(1, 2)).sum().backward()
             return module, engine, attached
@@ -417,11 +445,11 @@ class TestWhatGoesWrong:
             module, engine, attached = begun()
             interrupted_at(at, partial(second, module, attached))
             module.zero_grad()
-            if engine.accumulator.state.now is State.OPEN:
+            is_open = engine.accumulator.state.now is State.OPEN
+            try:
                 ends.add(round(attached.step().norm ** 2, 3))
-            else:
-                with pytest.raises(WindowError, match=r"discard\(\)"):
-                    attached.step()
+            except WindowError:
+                assert not is_open, at
                 ends.add("refused")
                 engine.discard()
             module.zero_grad()

@@ -126,7 +126,7 @@ def loaded_state(
 def _refuse_other_names(state: Mapping[str, Any]) -> None:
     names, version = set(state), _array(state, "version").item() if "version" in state else None
     if version not in {None, _VERSION}:
-        do = "load it with the version of gradengine that saved it, or a later one"
+        do = "load it with the version of gradengine that saved it"
         raise CallerError("the saved state is of another version", got=version, expected=_VERSION, do=do)
     lacking, unknown = sorted(set(_FIELDS) - names), [name for name in state if name not in _FIELDS]
     if lacking or unknown:
@@ -183,7 +183,7 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None
     counted_weight, dropped = found["counted_weight"].item(), found["dropped"].item()
     total = ordered_sum(weights.tolist())
     ends = {0: counted_weight == total, weights.size: counted_weight == 0}
-    is_weighed = ends.get(dropped, 0 < counted_weight < total)
+    is_weighed = ends.get(dropped, 0 < counted_weight <= total)  # equal: a weight may be too small beside it
     if not 0 <= dropped <= weights.size or not is_weighed:
         what = "'counted_weight' and 'dropped' of a saved state contradict its micro-batches"
         raise CallerError(what, got=f"weight {counted_weight:g}, and {dropped} of {weights.size} dropped")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import final
 
 from gradengine.accumulate import PerBlockGradientAccumulator
+from gradengine.accumulate.state import State
 from gradengine.clip import MaxNorm, bounds_of_groups
 from gradengine.engine.settings import SharedSettings, shown_bounds
 from gradengine.errors import CallerError
@@ -28,7 +30,7 @@ class Clipping:
     def __init__(
         self, plan: ClipPlan, names: Sequence[str], accumulator: PerBlockGradientAccumulator, shared: SharedSettings
     ) -> None:
-        self.plan, self.names, self._shared = plan, names, shared
+        self.plan, self.names, self._shared, self._state = plan, names, shared, accumulator.state
         dtype = bounds_of(len(names))
         self.bounds = accumulator.kernels.kept(accumulator.arena, dtype, plan.digest, plan.max_norms)
 
@@ -36,7 +38,7 @@ class Clipping:
     def value(self) -> MaxNorm:
         """The bound, or one for each group by name; None clips nothing."""
         bounds: list[float | None] = [None if bound == math.inf else bound for bound in self.plan.max_norms]
-        return bounds[0] if len(bounds) == 1 else dict(zip(self.names, bounds, strict=True))
+        return bounds[0] if len(bounds) == 1 else MappingProxyType(dict(zip(self.names, bounds, strict=True)))
 
     def with_bounds(self, max_norm: MaxNorm) -> ClipPlan:
         """Return the plan with other bounds; raises `CallerError` if one is missing, 0, negative or NaN."""
@@ -49,8 +51,12 @@ class Clipping:
             raise CallerError("'max_norms' of a saved state has another length", got=len(max_norms), expected=expected)
         return self.with_bounds(dict(zip(self.names, max_norms, strict=True)))
 
-    def use(self, plan: ClipPlan) -> None:
-        """Decide the next steps, and replays, by the bounds of this plan, after all queued work."""
-        self.bounds.write(plan.digest, plan.max_norms)
+    def use(self, plan: ClipPlan, over: State) -> None:
+        """Decide the next steps, and replays, by the bounds of this plan, after all queued work; `over` follows.
+
+        The step is broken until then. After an interrupt call this again with the plan that is left.
+        """
+        self._state.now, self.plan = State.BROKEN, plan
         self._shared["max_norm"] = shown_bounds(plan)
-        self.plan = plan  # last: after an interrupt before it, setting the bound again is a change
+        self.bounds.write(plan.digest, plan.max_norms)
+        self._state.now = over

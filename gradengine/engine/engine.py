@@ -187,7 +187,7 @@ class GradientEngine:
         saved by `state_dict`, and `load_state_dict` brings it back.
 
         Raises:
-            WindowError: The bound is changed while a window is open or captured.
+            WindowError: The bound is changed while a window is captured, or open and its step has not failed.
             CallerError: A bound is 0, negative or NaN, or a group's is missing.
 
         Example:
@@ -206,8 +206,7 @@ class GradientEngine:
         settings.refuse_lone_part(self.layout, self.tp_exchange, plan, self.on_non_finite, self.on_spike)
         if plan.max_norms != self._clipping.plan.max_norms:
             change = {"setting": "bound", "change": f"max_norm={value}"}
-            self._state.ask(Call.SET, lambda: {**self._reducer.facts(), **change})
-            self._clipping.use(plan)
+            self._clipping.use(plan, self._state.ask(Call.SET, lambda: {**self._reducer.facts(), **change}))
 
     @property
     def latest_verdict(self) -> StepStatus | None:
@@ -385,8 +384,7 @@ class GradientEngine:
         noise = self._deciding.noise(stats, used_scale) if accumulator.keeps_first else None
         result = StepResult(
             step, deferred, stats, decision, non_finite, reducer.sums, used_scale,
-            handed, accumulator, state.changes, self._clipping.names, self._late, self.on_spike is not None,
-            noise,
+            handed, accumulator, state.changes, self._clipping.names, self._late, self.on_spike is not None, noise,
         )  # fmt: skip
         if self._captures:
             self._captures[0].close(result, arrays, destinations)
@@ -424,9 +422,8 @@ class GradientEngine:
         while another call of this engine runs. Nothing ends by itself: the loop looks at `result.stop`.
 
         A step reads the request just before the ranks agree on it, or before a replay is queued. A request that arrives
-        later counts for the next step. Each request is reported once, also by a step that was skipped or deferred.
-        After that the loop may go on. A step that fails keeps the request, as `discard()` and most interrupts do.
-        `state_dict()` does not save it.
+        later counts for the next step. Each request is reported once, also by a step that was skipped or deferred. A
+        step that fails keeps the request, as `discard()` and most interrupts do. `state_dict()` does not save it.
 
         Example:
             >>> import os, signal
@@ -535,7 +532,8 @@ class GradientEngine:
             refuse_other_worker(whose, self._reducer.worker)
         self.check()
         self._scaling.load(*saved.loss_scale)
-        self._clipping.use(plan)
+        self._state.write()  # until all is loaded
+        self._clipping.use(plan, State.BROKEN)
         self._deciding.norms = saved.norms
         if self._late is not None:
             self._late.restart()
@@ -559,6 +557,8 @@ class GradientEngine:
         if self._captures:
             self._captures[0].abandon()
         self._kernels.device.refuse_failed(asks=True)
+        if self._state.now is State.BROKEN:
+            self._clipping.use(self._clipping.plan, State.BROKEN)  # the device may have others
         self._reducer.discard(is_queued=self._late is not None and self._late.drop(self.current_step))
 
     @whole
@@ -584,9 +584,9 @@ class GradientEngine:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
-        is_fixed = name in self.__dict__ or name not in _SET_ONCE
-        if is_fixed and not (name.startswith("_") or hasattr(type(self), name)):
-            raise CallerError(f"GradientEngine has no attribute '{name}' to set", do="build another engine")
+        is_read = name in {"loss_scale", "max_norm"} or (callable(value) and hasattr(type(self), name))  # a stand-in
+        if not (is_read or name.startswith("_") or name in _SET_ONCE - self.__dict__.keys()):
+            raise CallerError(f"'{name}' of an engine cannot be set", do="build another engine")
         super().__setattr__(name, value)
 
     # ---- which calls are allowed now ----

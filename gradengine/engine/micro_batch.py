@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from gradengine.accumulate.groups import Noted
-from gradengine.accumulate.state import State
+from gradengine.accumulate.state import Call, State
 from gradengine.accumulate.window import nothing_came
 from gradengine.engine.settings import is_last
 from gradengine.errors import ExchangeError, WindowError
@@ -25,8 +25,8 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     as one without a gradient. An error in the `with` before the first component changes nothing. A later error leaves a
     part of a micro-batch in the window, which then takes no more: `discard()` drops it.
 
-    If the engine drops micro-batches that are not finite, this one is kept until its end and added as a whole. An error
-    before that changes nothing.
+    If the engine drops micro-batches that are not finite, this one is kept until its end, and checked and added as a
+    whole. Until then its gradients must stay as they are, each in an array of its own. An error before changes nothing.
     """
 
     def __init__(self, reducer: Reducer, room: int | None, weight: float, last: bool | None) -> None:
@@ -37,6 +37,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._window: object = None  # the window in which it began, or _OVER
         self._noted = Noted(self._accumulator.groups)
         self._kept: dict[str, Any] | None = None if self._accumulator.drops is None else {}
+        self._before = State.EMPTY  # the state of the window that it is kept for
 
     @whole
     def add(self, name: str, gradient: Any) -> None:
@@ -176,20 +177,29 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def _keep(self, name: str, gradient: object) -> bool:
         """Keep a gradient until the end; returns False, since there is nothing to be added yet."""
         assert self._kept is not None  # noqa: S101  (asked by the callers)
-        if self._window is _OVER:
+        name = self._layout.slot(name).name
+        if self._window is not None:
             self._refuse_if_over()
-        if self._layout.slot(name).name in self._kept:
+        if name in self._kept:
             what = f"component '{name}' came twice in a micro-batch that may be dropped"
             raise WindowError(what, do="add up its gradients yourself, or use on_non_finite='skip'")
+        if self._window is None:
+            state = self._accumulator.state
+            self._before, state.now = state.now, state.ask(Call.BEGIN, self._reducer.facts)
+            self._window = self._accumulator.window
         self._kept[name] = gradient
         return False
 
     def _add_kept(self, kept: dict[str, Any]) -> None:
         """Add all that was kept as one micro-batch, which may be dropped, and send the window's last one."""
+        self._refuse_if_over()
+        self._window, self._kept, self._accumulator.state.now = _OVER, {}, self._before
+        if len(set(map(id, kept.values()))) < len(kept):
+            what = "two components of a micro-batch that may be dropped came in the same array"
+            raise WindowError(what, do="give each an array of its own, which stays as it is until the end")
         ends = is_last(self._room, "the window", self._accumulator.accumulated_count)
         ends, is_alone = ends if self._last is None else self._last, self._reducer.is_only_worker
         gradients = {slot.name: kept.get(slot.name) for slot in self._layout.slots}
-        self._window, self._kept = _OVER, {}
         self._accumulator.add(gradients, self._weight, measure=ends and is_alone)
         self._sends = ends and not is_alone
         self._send(self._layout.spans)
@@ -200,7 +210,9 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
         is_coming, self._window = self._is_coming, _OVER
-        if is_coming and (self._accumulator.state.now is State.SENDING or not issubclass(fault, Exception)):
+        if is_coming and self._kept is not None and self._accumulator.state.now is State.COMING:
+            self._accumulator.state.now = self._before
+        elif is_coming and (self._accumulator.state.now is State.SENDING or not issubclass(fault, Exception)):
             self._reducer.break_off(self._reducer.step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

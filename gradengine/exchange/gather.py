@@ -150,7 +150,7 @@ def gathered(parts: Sequence[bytes]) -> list[Any]:
         told.append(found)
         if found[0] != told[0][0]:
             what, expected = f"rank {rank} is out of sync with rank 0", said(told[0][0])
-            do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
+            do = "make the same calls on all ranks; if a window ended on some only, restart all from one checkpoint"
             raise ExchangeError(what, got=said(found[0]), expected=expected, do=do)
     return [facts for _, facts in told]
 

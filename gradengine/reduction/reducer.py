@@ -28,7 +28,7 @@ from gradengine.kernels.arena import PartialSums
 from gradengine.kernels.kept import Drops
 from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
-from gradengine.reduction.stats import Finding, Scale, StepStats, TensorParallelGroup, agree
+from gradengine.reduction.stats import RUNNING_NORM, Finding, Scale, StepStats, TensorParallelGroup, agree
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
 Place: TypeAlias = tuple[int, State, int]  # a step's number and state, and how often its memory was written to
@@ -321,7 +321,7 @@ class Reducer:
         shown_scale = f"{scale[0]!r} for {scale[1]} steps" if scale[1] else repr(scale[0])
         terms = {"loss_scale": shown_scale, "max_norm": self._settings["max_norm"]}
         if norms is not None:
-            terms["running norm"] = norms
+            terms[RUNNING_NORM] = norms
         if self.is_only_worker or self.workers is None:
             self.accumulator.measure_rest()
             self._state.enter(Event.SEND)

@@ -30,6 +30,7 @@ Scale: TypeAlias = tuple[float, int]  # the loss scale, and the finite steps in 
 Terms: TypeAlias = Mapping[str, str]  # a step's settings by name, as text, which must be the same on all ranks
 Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, worker's rank
 
+RUNNING_NORM = "running norm"  # the term that no caller gives
 _FINDINGS = [int, int, float, int], [int, int, float, type(None)]
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 
@@ -100,7 +101,8 @@ def stats_of_all(
         for name in alike:
             got, expected = facts[0].get(name), told[0][0].get(name)
             if got != expected:
-                what, do = f"rank {rank} has another {name} than rank 0", "give all ranks the same in each step"
+                do = "load one checkpoint on all ranks" if name == RUNNING_NORM else "give all ranks the same"
+                what = f"rank {rank} has another {name} than rank 0"
                 raise ExchangeError(what, got=got, expected=expected, do=do)
     return stats, np.logical_and.reduce([one.unused for one in stats])
 

@@ -209,6 +209,8 @@ class Attached(AbstractContextManager["Attached"]):
                 raise this, too: discard() a window that is open, and call `broadcast()` on all ranks.
             GradientError: As `GradientEngine.step`; no `.grad` was set.
 
+        An error after the engine's step, also of a function of `engine.on_step`, leaves the step broken: `discard()`.
+
         Example::
 
             attached.step(scaler=scaler)
@@ -222,22 +224,13 @@ class Attached(AbstractContextManager["Attached"]):
         self._drop_unfinished()
         self._refuse_stray()
         self._refuse_other_weights()
-        loss_scale = self._scale_of(scaler, unscale=unscale)
-        with self._device.on(self._current_stream()):
-            result, gradients = self._stepped(loss_scale, is_partial=partial)
-        is_skipped = self._may_skip and self._device.relaxed(float, result.skipped) > 0
-        kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
-        for name, parameter in self._parameters.items():
-            parameter.grad = kept.get(name)
-        for gradient in kept.values():
-            setattr(gradient, _GIVEN, True)
-        if loss_scale is not None and unscale:
-            is_bad = is_skipped and not self._device.relaxed(float, result.spiked)
-            _update(scaler, loss_scale, is_bad=is_bad)
-            self._scaler, self._scale_version = scaler, scaler._scale._version
-        elif loss_scale is not None and kept:
-            torch._foreach_mul_(list(kept.values()), loss_scale)
-        return result
+        loss_scale, step = self._scale_of(scaler, unscale=unscale), self._engine.current_step
+        try:
+            return self._handed_over(scaler, loss_scale, unscale=unscale, is_partial=partial)
+        except BaseException:
+            if self._engine.current_step != step:  # the step was made, and not every .grad is set
+                self._engine._reducer.break_off(step)
+            raise
 
     def broadcast(self, *, buffers_only: bool = False) -> None:
         """Copy rank 0's parameters and buffers to all ranks, in place; call it on all ranks, between windows.
@@ -373,6 +366,24 @@ class Attached(AbstractContextManager["Attached"]):
             micro_batch.fail(RuntimeError)
 
     # ---- the step ----
+
+    def _handed_over(self, scaler: Any, loss_scale: float | None, *, unscale: bool, is_partial: bool) -> StepResult:
+        """Step the engine, set each `.grad`, and update the scaler."""
+        with self._device.on(self._current_stream()):
+            result, gradients = self._stepped(loss_scale, is_partial=is_partial)
+        is_skipped = self._may_skip and self._device.relaxed(float, result.skipped) > 0
+        kept = {} if is_skipped else {n: g for n, g in gradients.items() if n not in result.unused}
+        for name, parameter in self._parameters.items():
+            parameter.grad = kept.get(name)
+        for gradient in kept.values():
+            setattr(gradient, _GIVEN, True)
+        if loss_scale is not None and unscale:
+            is_bad = is_skipped and not self._device.relaxed(float, result.spiked)
+            _update(scaler, loss_scale, is_bad=is_bad)
+            self._scaler, self._scale_version = scaler, scaler._scale._version
+        elif loss_scale is not None and kept:
+            torch._foreach_mul_(list(kept.values()), loss_scale)
+        return result
 
     def _stepped(self, loss_scale: float | None, *, is_partial: bool) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
         """The result, and each parameter's gradient in its own shape."""
