@@ -14,7 +14,7 @@ from transports import Transport, group, on_all, outcomes
 torch = pytest.importorskip("torch")
 
 from gradengine import GradientEngine, GradientLayout, local_group  # noqa: E402
-from gradengine.errors import CallerError, LayoutMismatch, PeerLost, WindowError  # noqa: E402
+from gradengine.errors import CallerError, ExchangeError, LayoutMismatch, PeerLost, WindowError  # noqa: E402
 from gradengine.exchange import exchange as exchange_file  # noqa: E402
 from gradengine.torch import attach, gradients_of, layout_of  # noqa: E402
 
@@ -204,6 +204,23 @@ class TestBroadcast:
 
         first, second = on_ranks(work, 2)
         assert first == second
+
+    def test_a_rank_in_another_step_is_refused_on_all_ranks(self):
+        """As where one rank alone loads the engine's saved state."""
+        saved = GradientEngine(layout_of(torch.nn.Linear(2, 1)))
+        saved.add([np.ones((1, 2), np.float32), np.ones(1, np.float32)])
+        saved.step()
+
+        def work(exchange):
+            module = torch.nn.Linear(2, 1)
+            engine = GradientEngine(layout_of(module), exchange=exchange)
+            if exchange.rank == 0:
+                engine.load_state_dict(saved.state_dict())
+            with pytest.raises(ExchangeError, match=r"step 0'?, expected .*step 1"):
+                attach(module, engine).broadcast()
+            return True
+
+        assert on_ranks(work, 2) == [True, True]
 
     def test_what_torch_lets_nobody_write_to_is_refused_on_all_ranks(self):
         def work(exchange):

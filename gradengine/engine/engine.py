@@ -586,7 +586,7 @@ class GradientEngine:
         """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
         is_read = name in {"loss_scale", "max_norm"} or (callable(value) and hasattr(type(self), name))  # a stand-in
         if not (is_read or name.startswith("_") or name in _SET_ONCE - self.__dict__.keys()):
-            raise CallerError(f"'{name}' of an engine cannot be set", do="build another engine")
+            raise CallerError(f"'{name}' of an engine cannot be set", do="set max_norm or loss_scale, or build another")
         super().__setattr__(name, value)
 
     # ---- which calls are allowed now ----

@@ -269,9 +269,10 @@ class Exchange(AbstractContextManager["Exchange"]):
         """Wait until all ranks have called this.
 
         Raises:
+            ExchangeError: A rank is in another call.
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
-        self.all_gather(b"")
+        gathered(self.all_gather(packed("barrier", None)))
 
     def close(self) -> None:
         """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""

@@ -248,6 +248,7 @@ class Attached(AbstractContextManager["Attached"]):
         Raises:
             WindowError: A window is open; nothing has been sent.
             LayoutMismatch: A rank's module has other names, dtypes or shapes than rank 0's; no rank has written.
+            ExchangeError: A rank is in another step, as one that alone loaded a saved state, or in another call.
             CallerError: A tensor has no memory of its own, as on "meta"; or torch.distributed has several ranks, and
                 the engine has no exchange.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed, and some tensors may be rank 0's and some
@@ -264,7 +265,7 @@ class Attached(AbstractContextManager["Attached"]):
         accumulator.state.ask(Call.LOAD, lambda: {"count": accumulator.accumulated_count})
         tensors = buffers_of(self._module) if buffers_only else parameters_of(self._module) | buffers_of(self._module)
         if engine.exchange is not None and engine.world_size > 1:
-            send_from_rank_0(engine.exchange, engine.tp_exchange, tensors)
+            send_from_rank_0(engine.exchange, engine.tp_exchange, tensors, engine.current_step)
 
     def remove(self) -> None:
         """Remove the hooks; the window stays as it is."""

@@ -49,22 +49,24 @@ def refuse_other_weights(workers: Exchange, parts: Exchange | None, tensors: Map
         raise CallerError(what, do=do)
 
 
-def send_from_rank_0(workers: Exchange, parts: Exchange | None, tensors: Mapping[str, torch.Tensor]) -> None:
+def send_from_rank_0(workers: Exchange, parts: Exchange | None, tensors: Mapping[str, torch.Tensor], step: int) -> None:
     """Copy rank 0's tensors to all workers, in place; called on all ranks together.
 
     Args:
         workers: The exchange over the ranks that have the same part of the model.
         parts: The exchange over the ranks that have its other parts.
         tensors: The tensors by name, of any dtype, device and strides.
+        step: The step's number, which must be the same on all ranks.
 
     Raises:
         LayoutMismatch: A worker's tensors are not rank 0's in name, dtype and shape; no rank has written.
         CallerError: A tensor has no memory of its own, on all workers; no rank has written.
-        ExchangeError: The exchange failed; this rank has written none, some or all of the tensors.
+        ExchangeError: A rank is in another step; no rank has written. Or the exchange failed, and this rank has written
+            none, some or all of the tensors.
     """
     rows = {name: _row_of(name, tensor) for name, tensor in tensors.items()}
     digests = [(row, xxhash.xxh3_64_intdigest(row.encode())) for row in rows.values()]
-    found = _first_difference(workers, parts, "tensors of the module", digests)
+    found = _first_difference(workers, parts, f"tensors of the module in step {step}", digests)
     if found is not None:
         what, do = f"the module of rank {found[0]} is not that of rank 0", "make the same module on all ranks"
         raise LayoutMismatch(what, got=found[1], expected=found[2], do=do)
