@@ -51,7 +51,7 @@ def added(engine, backend, step, count=3):
 
 
 def naive(world_size, step, count=3, average="weighted", max_norm=3.0):
-    """The gradient, and what was dropped, in fp64."""
+    """The gradient, its norm before it is clipped, what was dropped and the weight of the rest, in fp64."""
     kept = [[k for k in range(count) if not is_bad(rank, step, k)] for rank in range(world_size)]
     sums = [np.zeros(slot.shape) for slot in LAYOUT.slots]
     weights = [sum(weight_of(rank, k) for k in ks) for rank, ks in enumerate(kept)]
@@ -63,18 +63,19 @@ def naive(world_size, step, count=3, average="weighted", max_norm=3.0):
     lone = "weighted" if average == "per_worker" and world_size == 1 else average
     divisor = {"weighted": sum(weights), "per_worker": sum(map(bool, kept)), "prescaled": world_size}[lone]
     mean = [s / (divisor or 1) / SCALE for s in sums]
-    scale = clip_scale(math.sqrt(sum(float((m**2).sum()) for m in mean)), max_norm)
-    return [m * scale for m in mean], count * world_size - sum(map(len, kept)), sum(weights)
+    norm = math.sqrt(sum(float((m**2).sum()) for m in mean))
+    return [m * clip_scale(norm, max_norm) for m in mean], norm, count * world_size - sum(map(len, kept)), sum(weights)
 
 
 def figures(result):
-    numbers = [number_of(each) for each in (result.dropped, result.weight, result.micro_batches, result.skipped)]
-    return all_on_host(result.gradients), numbers
+    numbers = result.norm, result.dropped, result.weight, result.micro_batches, result.skipped
+    return all_on_host(result.gradients), [number_of(each) for each in numbers]
 
 
 def assert_as(found, world_size, step, count=3, average="weighted"):
-    gradients, (dropped, weight, micro_batches, skipped) = found
-    expected, were_dropped, kept_weight = naive(world_size, step, count, average)
+    gradients, (norm, dropped, weight, micro_batches, skipped) = found
+    expected, its_norm, were_dropped, kept_weight = naive(world_size, step, count, average)
+    assert norm == pytest.approx(its_norm, rel=1e-5)  # all gradients are clipped: they alone would show no divisor
     assert (dropped, weight, micro_batches) == (were_dropped, kept_weight, count * world_size)
     assert skipped == (kept_weight == 0)
     for one, other in zip(gradients.values(), expected, strict=True):
@@ -97,7 +98,7 @@ def test_a_step_is_that_of_the_others(backend, average, options):
         result = engine.step()
         if "groups" not in options:
             assert_as(figures(result), 1, step, average=average)
-        assert result.metrics()["dropped"] == naive(1, step)[1]
+        assert result.metrics()["dropped"] == naive(1, step)[2]
     engine.check()
 
 
