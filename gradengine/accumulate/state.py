@@ -169,7 +169,7 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     OPEN:      (SAME,     SAME,     SAME,    SAME,    SAME,    _fixed,  _open,     _open,   EMPTY,     SAME),
     COMING:    (_part,    _part,    _part,   SAME,    _part,   _fixed,  _open,     _open,   EMPTY,     SAME),
     SENDING:   (_sent,    SAME,     _sent,   SAME,    SAME,    _fixed,  _open,     _open,   _drop,     SAME),
-    FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    SAME,   _open,     _open,   _drop,     SAME),
+    FAILED:    (_kept,    _kept,    _kept,   SAME,    SAME,    SAME,    _open,     _open,   _drop,     SAME),
     AGREED:    (_kept,    _kept,    _kept,   SAME,    SAME,    _fixed,  _open,     _open,   _drop,     FAILED),
     BROKEN:    (_broken,  _broken,  _broken, _broken, _broken, _broken, _broken,   _broken, EMPTY,     _broken),
     CAPTURING: (RECORDED, RECORDED, _zero,   SAME,    _none,   _graph,  _graph,    _graph,  SAME,      SAME),

@@ -117,9 +117,8 @@ class FoldPass:
     overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
     contributions: Sequence[Contribution]  # all for these targets, in the order they came
     weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
-    dropped: Any = (
-        False  # whether nothing of it is added, and what it overwrites is zeroed; on a GPU the memory of `Drops.kept`
-    )
+    # Whether nothing of it is added, and what it overwrites is zeroed. On a GPU the memory of `Drops.kept` says so.
+    dropped: Any = False
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
