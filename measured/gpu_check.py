@@ -1,4 +1,4 @@
-"""All that wants a GPU, in stages: `make gpu-check`, or `make gpu-check ARGS=--list`; see docs/gpu-check.md.
+"""All that wants a GPU, in stages: `make gpu-check`, or `make gpu-check ARGS=--list`; see docs/project/gpu-check.md.
 
 Each stage is a process of its own with a limit of its own: one that fails, hangs or loses the device leaves the others'
 figures. They run in the order of their worth until the time of `--minutes` is over; what is left then is named. Nothing

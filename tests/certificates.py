@@ -1,4 +1,4 @@
-"""The folders of certificates that docs/tls.md makes, by the commands that it shows."""
+"""The folders of certificates that docs/how-to/tls.md makes, by the commands that it shows."""
 
 import atexit
 import functools
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transports import SOON
 
-PAGE = Path(__file__).parent.parent / "docs/tls.md"
+PAGE = Path(__file__).parent.parent / "docs/how-to/tls.md"
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from gradengine.exchange.links.sockets import SocketLink, set_options
 from gradengine.exchange.server import Hub
 from gradengine.exchange.tls import Certificates
 
-HEAD = struct.Struct(">BBIBQBI")  # docs/wire.md: before a payload
+HEAD = struct.Struct(">BBIBQBI")  # docs/specs/wire.md: before a payload
 SERVED, TLS, SHARED_MEMORY = "served", "TLS", "shared memory"
 KINDS = [*SOCKET_LINKS, SERVED]
 ONE_DESCRIPTOR = socket.CMSG_LEN(array.array("i").itemsize)

@@ -104,7 +104,7 @@ epochs = st.lists(st.lists(st.lists(st.tuples(draw.seeds, st.integers(1, 300)), 
 @settings(max_examples=25)
 @given(st.integers(1, 4).flatmap(lambda size: st.lists(epochs, min_size=size, max_size=size)))
 def test_ranks_with_unlike_numbers_of_batches_leave_each_epoch_together(ranks):
-    """As in docs/token-weighted-accumulation.md; a step's gradient is the mean over all tokens of all ranks."""
+    """As in docs/how-to/token-weighted-accumulation.md; a step's gradient is the mean over all tokens of all ranks."""
     ranks = [[*mine[:2], [], []][:2] for mine in ranks]
 
     def work(exchange):

@@ -27,7 +27,7 @@ def region(bit):
 
 
 def words_for(tag):
-    """What errors call a message with this tag: docs/wire.md."""
+    """What errors call a message with this tag: docs/specs/wire.md."""
     tag %= 1 << 22  # above it: where a part or sum is, and that it has been read
     return (
         "a gather" if tag >= (1 << 21) - 2

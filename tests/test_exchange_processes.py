@@ -119,7 +119,7 @@ def failed_and_replaced(link, folder, fail, clock=None):
 
 
 def killed_and_replaced(link, folder):
-    """The row "kill" of docs/faults.md."""
+    """The row "kill" of docs/specs/faults.md."""
     found = failed_and_replaced(link, folder, kill)
     assert {*map(type, found)} == {PeerLost}, found
     # A rank that hears of it first leaves, and may be in the middle of a message, behind which it does not say why.

@@ -142,7 +142,7 @@ def test_all_ranks_send_in_one_order_whatever_the_order_of_spans(data, layout, b
 
 
 def spans_by_the_page(rows):
-    """Each span's chunks by its key, by docs/wire.md from the rows of a layout's table."""
+    """Each span's chunks by its key, by docs/specs/wire.md from the rows of a layout's table."""
     stems, blocks, at, spans = {}, {}, 0, {}
     for name, _, block, *_ in rows:
         if block is not None:

@@ -1,4 +1,4 @@
-"""docs/wire.md is enough for another language: JavaScript with stock packages reads and writes what we do."""
+"""docs/specs/wire.md is enough for another language: JavaScript with stock packages reads and writes what we do."""
 
 import json
 import os

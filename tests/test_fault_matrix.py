@@ -1,4 +1,4 @@
-"""The table of docs/faults.md, cell by cell: how each fault ends over each link, at each moment."""
+"""The table of docs/specs/faults.md, cell by cell: how each fault ends over each link, at each moment."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ from gradengine.exchange.wire import Hello
 from gradengine.layout import GradientLayout
 
 pytestmark = pytest.mark.timeout(150)
-PAGE = Path(__file__).parent.parent / "docs/faults.md"
+PAGE = Path(__file__).parent.parent / "docs/specs/faults.md"
 THREADS = "threads"
 LINKS = [THREADS, "unix", "tcp", TLS, SHARED_MEMORY, SERVED]
 KINDS = {"unix": "unix", SHARED_MEMORY: "shared_memory"}  # as `connect` takes them; tcp for all others

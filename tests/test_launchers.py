@@ -21,7 +21,7 @@ from torch_modules import loop_of_the_readme  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/clusters.md", "examples/any_launcher.py"))
+PAGE, EXAMPLE = ((ROOT / path).read_text() for path in ("docs/how-to/launch.md", "examples/any_launcher.py"))
 SHOWN = sorted({*re.findall(r"^ *torchrun (.* examples/any_launcher.py .*)$", PAGE + EXAMPLE, re.MULTILINE)})
 (DEMO,) = re.findall(r"^torchrun (.* -m gradengine demo .*?) *#.*$", PAGE, re.MULTILINE)
 SCRIPT = """import os, time
@@ -75,7 +75,7 @@ for loop in sys.argv[2:]:
     "launcher", [pytest.param(name, marks=[] if name == "srun" else [pytest.mark.slow]) for name in LAUNCHED]
 )
 def test_unseeded_ranks_of_the_pages_loops_end_in_equal_weights_and_without_broadcast_are_refused(launcher, tmp_path):
-    readme, (page,) = loop_of_the_readme("-"), blocks_of("docs/from-ddp.md")
+    readme, (page,) = loop_of_the_readme("-"), blocks_of("docs/start/from-ddp.md")
     loops = readme.replace("attached.broadcast()", ""), readme, page
     command = [sys.executable, "-c", LOOP, tmp_path, *loops]
     port = free_port()

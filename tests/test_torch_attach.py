@@ -635,7 +635,7 @@ class TestSeveralWorkers:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     @pytest.mark.parametrize("micro_batches", [None, 2])
     def test_ranks_with_unlike_batches_end_together_with_the_mean_over_all_tokens(self, world_size, micro_batches):
-        """As in docs/token-weighted-accumulation.md: another number of windows on each rank, some of them short."""
+        """As in docs/how-to/token-weighted-accumulation.md: another number of windows on each rank, some of them short."""
         rng, start = np.random.default_rng(world_size), Net()
         windows = [
             [[(int(rng.integers(1, 20)), int(rng.integers(99))) for _ in range(rng.integers(1, 3))] for _ in range(n)]

@@ -1,4 +1,4 @@
-// docs/wire.md in JavaScript, with npm's @msgpack/msgpack and @node-rs/xxhash as they are: run by test_exchange_wire_js.py.
+// docs/specs/wire.md in JavaScript, with npm's @msgpack/msgpack and @node-rs/xxhash as they are: run by test_exchange_wire_js.py.
 // Reads JSON of hex from stdin, writes JSON to stdout: what is read in each frame and message, and those written anew.
 "use strict";
 const { createHmac } = require("node:crypto");

@@ -61,7 +61,7 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_child_that_uses_the_exchange_is_refused_and_its_error_is_not_the_ranks(tmp_path):
-    """One that exits, over each link: the row "fork" of docs/faults.md."""
+    """One that exits, over each link: the row "fork" of docs/specs/faults.md."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, "tcp", "raise", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "done\n", done.stderr
