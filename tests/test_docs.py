@@ -1,6 +1,9 @@
-"""What the documents show is what the code does; a page that asks CuPy for a GPU runs where CuPy is."""
+"""The pages show what the code does: their blocks run as copied, print what is shown, and links lead somewhere."""
 
+import contextlib
+import doctest
 import importlib.util
+import io
 import re
 import signal
 from pathlib import Path
@@ -12,56 +15,89 @@ import pytest
 from gradengine.exchange.wire import checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-# Optional; a page that imports one is skipped where it is not installed.
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
+COLUMNS = 88  # of code: a site cuts longer lines off
+# Optional packages: a block that imports one is skipped if it is not installed.
 OPTIONAL = ("cupy", "torch", "jax", "optax", "flax", "transformers", "peft", "accelerate", "lightning")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+# A block of Python, and the block of text after it if that is introduced by "... prints:" or by nothing.
+RUN = re.compile(
+    r"^```python\n(.*?)^```$(?:\n+(?:[^\n]* prints:\n+)?^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
+CONTINUES = "# Continues"  # how a block begins that needs the names of the block before it
+PRINTED = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
 def blocks_of(page, language="python"):
     return [code for named, code in FENCE.findall((ROOT / page).read_text()) if named == language]
 
 
-def needed_by(page):
-    """Of the optional packages; `gradengine.torch` needs torch too."""
-    names = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", "\n".join(blocks_of(page)), re.MULTILINE)
+def runs_of(page):
+    """The page's blocks, each with what it prints, in lists of those that share their names."""
+    runs = []
+    for code, printed in RUN.findall((ROOT / page).read_text()):
+        runs = [*runs[:-1], [*runs[-1], (code, printed)]] if code.startswith(CONTINUES) else [*runs, [(code, printed)]]
+    return runs
+
+
+def needed_by(run):
+    """Return the optional packages that the blocks import; `gradengine.torch` needs torch too."""
+    code = "\n".join(code for code, _ in run)
+    names = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", code, re.MULTILINE)
     return sorted({name.removeprefix("gradengine.").partition(".")[0] for name in names} & set(OPTIONAL))
 
 
-def run(page, monkeypatch, folder):
-    """Block after block in one namespace."""
-    for name in needed_by(page):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip("CuPy is not installed" if name == "cupy" else f"{page} needs {name}, which is not installed")
-    monkeypatch.chdir(folder)
-    names, handler = {}, signal.getsignal(signal.SIGTERM)
+def execute(run, page):
+    """Run the blocks in one namespace. Each prints what the page shows."""
+    names, handler = {"__name__": "page"}, signal.getsignal(signal.SIGTERM)
     try:
-        for block in blocks_of(page):
-            exec(compile(block, page, "exec"), names)
+        for code, shown in run:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, page, "exec"), names)
+            assert not shown or doctest.OutputChecker().check_output(shown, printed.getvalue(), PRINTED), (
+                f"{page} shows:\n{shown}\nand the block prints:\n{printed.getvalue()}"
+            )
     finally:
         signal.signal(signal.SIGTERM, handler)
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page}-{'-'.join(needed_by(page))}")
-def test_python_in_the_pages_runs(page, tmp_path, monkeypatch):
-    run(page, monkeypatch, tmp_path)
+RUNS = [
+    pytest.param(page, run, id="-".join([page, str(number), *needed_by(run)]))
+    for page in PAGES
+    for number, run in enumerate(runs_of(page))
+]
 
 
-def test_a_block_that_fails_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "run"), RUNS)
+def test_python_in_the_pages_runs_as_copied(page, run, tmp_path, monkeypatch):
+    for name in needed_by(run):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip("CuPy is not installed" if name == "cupy" else f"{page} needs {name}, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    execute(run, page)
+
+
+@pytest.mark.parametrize("printed", ["x 4", "x 5"])
+def test_a_block_that_prints_other_lines_than_the_page_fails(printed, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\n\n```py\nassert x == 3  # not run\n```\n\n```python\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError):
-        run(page, monkeypatch, tmp_path)
+    page.write_text(
+        "```python\nx = 2\n```\n\n```py\nassert x == 3  # not run\n```\n\n"
+        f"```python\n# Continues.\nprint('x', x + 3)\n```\n\nIt prints:\n\n```text\n{printed}\n```\n\n```python\nx\n```\n"
+    )
+    continued, alone = runs_of(page)
+    with pytest.raises(AssertionError) if printed != "x 5" else contextlib.nullcontext():
+        execute(continued, page)
+    with pytest.raises(NameError):
+        execute(alone, page)
 
 
-def test_the_quickstart_is_ten_lines_and_learns_and_says_so(tmp_path, monkeypatch, capsys):
-    section = (ROOT / "README.md").read_text().partition("## Ten lines")[2]
-    assert len([line for line in FENCE.search(section)[2].splitlines() if line.strip()]) == 10
-    names = run("README.md", monkeypatch, tmp_path)
-    np.testing.assert_allclose(names["w"], np.eye(8, 4), atol=1e-3)
-    assert re.fullmatch(r"norm \de-0[5-9], error \de-0[5-9]\n", capsys.readouterr().out)
+@pytest.mark.parametrize("page", PAGES)
+def test_code_in_the_pages_fits_the_site(page):
+    lines = [line for _, code in FENCE.findall((ROOT / page).read_text()) for line in code.splitlines()]
+    assert [line for line in lines if len(line) > COLUMNS] == []
 
 
 def test_destinations_of_a_module_are_always_shown_allocated():
