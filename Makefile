@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of its own; all that is needed before is make and Python >= 3.10.
+# Everything runs in a virtual environment of its own; all that is needed before is make and Python >= 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ RUN_TESTS := -m pytest -n auto --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python $(RUN_TESTS) $(SELECT)
 
 # `make test-lowest` and `make test-newest`: the oldest and newest Python that is here, pyenv's among them.
-LOWEST_PYTHON ?= $(shell for v in 3.10 3.11; do \
+LOWEST_PYTHON ?= $(shell for v in 3.11 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
 NEWEST_PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
     PYENV_VERSION=$$v python$$v -c 'import sys; print(sys.executable)' 2>/dev/null && exit; done; echo $(PYTHON))
@@ -35,7 +35,7 @@ CUDA ?= 13
 ORDER ?= random
 STREAM ?= default
 .PHONY: ci matrix properties fuzz simulate mutants update environments demo test test-interop test-device test-mpi \
-    test-wire-js test-package test-lowest test-newest check compile-check kernel-table gpu-check-small host-time bench \
+    test-wire-js test-package test-lowest test-newest check docs compile-check kernel-table gpu-check-small host-time bench \
     gpu-check clean
 
 ci:  ## what must pass before anything lands, in six minutes on two cores; a table at the end
@@ -66,6 +66,9 @@ check: $(VENV)/test  ## lint, format and types, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/docs  ## the documentation site, in out/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going --fresh-env --quiet docs out/docs
 
 test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
 	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors g++ openssl" $(PYTEST) $(ARGS) $(TESTS)
@@ -112,8 +115,8 @@ clean:
 	rm -rf $(VENV) $(VENV)-uv $(VENV)-unpinned* $(VENV)-mpich $(VENV)-openmpi $(VENV)-fuzz $(VENV)-lowest $(VENV)-newest $(VENV)-cuda12 $(VENV)-cuda13 build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	    || { echo "gradengine needs Python >= 3.10; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "gradengine needs Python >= 3.11; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
@@ -133,13 +136,17 @@ $(VENV)/compile: $(VENV)/python pyproject.toml
 	$(MAIN_INSTALL) --editable '.[compile]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
+$(VENV)/docs: $(VENV)/python pyproject.toml
+	$(MAIN_INSTALL) --editable '.[cli]' --group docs
+	@touch $@ $(VENV)/cli
+
 $(VENV)/package: $(VENV)/python pyproject.toml
 	$(MAIN_INSTALL) --editable '.[package]'
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/all: $(VENV)/python pyproject.toml $(wildcard tests/constraints/main-*)
-	$(MAIN_INSTALL) --editable '.[interop,compile,package]'
-	@touch $@ $(addprefix $(VENV)/,package compile interop test cli)
+	$(MAIN_INSTALL) --editable '.[interop,compile,package]' --group docs
+	@touch $@ $(addprefix $(VENV)/,package docs compile interop test cli)
 
 $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py $(wildcard tests/constraints/lowest-*)
 	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest

@@ -44,6 +44,7 @@ DEMO = ["ARGS=--steps 40 --plot out/ci-demo-loss.png"]
 CI = [
     Stage("environments", "-j2 environments", budget=40),
     Stage("check", "check", budget=50),
+    Stage("docs", "docs", budget=25),
     Stage("demo", "demo", DEMO, budget=20),
     Stage("test", "test-interop", budget=220),
     Stage("device", "test-device", budget=90),
@@ -54,6 +55,7 @@ CI = [
 NEWEST = ["VENV=.venv-unpinned", "UNPINNED=1", "SELECT="]
 MATRIX = [
     Stage("check", "check", NEWEST),
+    Stage("docs", "docs", NEWEST),
     Stage("demo", "demo", [*NEWEST, *DEMO]),
     Stage("test", "test", NEWEST),
     Stage("compile", "compile-check", NEWEST),

@@ -99,7 +99,7 @@ def run(steps: int) -> list[Any]:
         while len(results) < WORLD_SIZE and time.monotonic() < deadline and not any(w.exitcode for w in workers):
             try:
                 results.append(found.get(timeout=0.2))
-            except queue.Empty:  # noqa: PERF203  (a look at the workers in between)
+            except queue.Empty:
                 continue
         for worker in workers:
             worker.join(2.0)

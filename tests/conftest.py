@@ -36,7 +36,6 @@ for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "CLICOLOR
 # Every kernel for every architecture: `make compile-check` asks for them, and whoever names the file.
 collect_ignore = [] if "COMPILE_CHECK" in os.environ else ["test_kernels_compile.py"]
 collect_ignore += [] if IS_EMULATED_CUPY else ["test_real_cupy.py"]
-collect_ignore += [] if importlib.util.find_spec("tomllib") else ["test_mutants.py"]  # Python 3.10 cannot read the list
 # Programs, read for their doctests.
 collect_ignore += [] if importlib.util.find_spec("torch") else ["ddp_process.py", "trainers_process.py"]
 collect_ignore_glob = ["real_cupy/*"]  # no tests, and some of it loads in the environments of `make test-device` alone

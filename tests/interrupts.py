@@ -21,7 +21,7 @@ PACKAGE = str(Path(gradengine.__file__).parent)
 class _Tracer:
     """Notes where this thread comes in the package, before each line and after each return; at one it raises `kind`.
 
-    CPython looks for signals behind calls and jumps back; 3.10 also behind a return, whose value is lost then. So not
+    CPython looks for signals after calls and jumps back. So not
     at a `try`, or a `return` or `raise` of what is there, nor where a `with` of a lock ends: that counts as a line, but
     there is no call between the last one inside and the release.
     """

@@ -22,9 +22,7 @@ OPTIONAL = ("cupy", "torch", "jax", "optax", "flax", "transformers", "peft", "ac
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 # A block of Python, and the block of text after it if that is introduced by "... prints:" or by nothing.
-RUN = re.compile(
-    r"^```python\n(.*?)^```$(?:\n+(?:[^\n]* prints:\n+)?^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
-)
+RUN = re.compile(r"^```python\n(.*?)^```$(?:\n+(?:[^\n]* prints:\n+)?^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 CONTINUES = "# Continues"  # how a block begins that needs the names of the block before it
 PRINTED = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -85,7 +83,8 @@ def test_a_block_that_prints_other_lines_than_the_page_fails(printed, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nx = 2\n```\n\n```py\nassert x == 3  # not run\n```\n\n"
-        f"```python\n# Continues.\nprint('x', x + 3)\n```\n\nIt prints:\n\n```text\n{printed}\n```\n\n```python\nx\n```\n"
+        "```python\n# Continues.\nprint('x', x + 3)\n```\n\n"
+        f"It prints:\n\n```text\n{printed}\n```\n\n```python\nx\n```\n"
     )
     continued, alone = runs_of(page)
     with pytest.raises(AssertionError) if printed != "x 5" else contextlib.nullcontext():

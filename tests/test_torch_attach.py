@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 import math
+import re
 import warnings
 import weakref
 from functools import partial
@@ -635,7 +636,7 @@ class TestSeveralWorkers:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     @pytest.mark.parametrize("micro_batches", [None, 2])
     def test_ranks_with_unlike_batches_end_together_with_the_mean_over_all_tokens(self, world_size, micro_batches):
-        """As in docs/how-to/token-weighted-accumulation.md: another number of windows on each rank, some of them short."""
+        """As in docs/how-to/token-weighted-accumulation.md: each rank has a different number of windows."""
         rng, start = np.random.default_rng(world_size), Net()
         windows = [
             [[(int(rng.integers(1, 20)), int(rng.integers(99))) for _ in range(rng.integers(1, 3))] for _ in range(n)]
@@ -729,16 +730,25 @@ class TestSeveralWorkers:
         assert first[:-1] == [set(), before, before | {"embed.weight"}]
 
 
-def test_the_loop_of_the_readme_learns_what_it_did_before():
-    def weights(without):
-        names = {"torch": torch, "model": (model := Net()), "loss_of": lambda output, y: (output - y).square().mean()}
-        names["optimizer"], names["K"] = torch.optim.AdamW(model.parameters(), lr=0.05), 3
-        names["windows"] = [[(batch(step, k), torch.zeros(())) for k in range(3)] for step in range(4)]
-        exec(compile(loop_of_the_readme(without), "README.md", "exec"), names)
-        return [parameter.detach().numpy() for parameter in model.parameters()]
+def test_the_loop_of_the_readme_learns_what_it_learns_without_us(capsys):
+    """The same lines with torch's own sum of averaged losses, and its own clip."""
+    ours = loop_of_the_readme()
+    theirs = re.sub(r"(?ms)^engine = .*?^\)\n|^(from gradengine|attached|exchange).*?\n", "", ours)
+    theirs = theirs.replace("loss.backward()", "(loss / 4).backward()").replace("engine.rank", "0")
+    clip = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    theirs = re.sub(r"result = attached.step\(\).*", clip, theirs).replace("result.norm", "norm")
+    assert not re.search("engine|attached", theirs)
+    learned = [learned_by(loop) for loop in (ours, theirs)]
+    for one, other in zip(*learned, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]
 
-    for ours, theirs in zip(weights("-"), weights("+"), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+def learned_by(loop):
+    names = {}
+    exec(compile(loop, "README.md", "exec"), names)
+    return [parameter.detach().numpy() for parameter in names["model"].parameters()]
 
 
 def test_a_micro_batch_that_is_not_finite_is_dropped_alone():

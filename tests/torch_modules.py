@@ -19,11 +19,10 @@ needs_distributed = pytest.mark.skipif(
 )
 
 
-def loop_of_the_readme(without):
-    """The lines of its diff, without those that begin with a sign."""
+def loop_of_the_readme():
+    """The whole training loop that it shows."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
-    lines = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
-    return "\n".join(line[1:] for line in lines if line[0] != without)
+    return re.search(r"^```python\n(import torch\n.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
 
 
 def bits(tensor):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from gradengine.demo.model import LlamaConfig
 
 
-class Transport(str, Enum):
+class Transport(StrEnum):
     """How gradients are exchanged: `TCP` starts a process for each rank.
 
     With `LAUNCHER` and `MPI` this process is one of the ranks that torchrun, srun or mpiexec has started.

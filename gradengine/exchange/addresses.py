@@ -287,7 +287,7 @@ def _at_port(family: socket.AddressFamily, place: Any, ports: range | None) -> s
         try:
             where, is_for_both = (place[0], port, *place[2:]), place[0] == "::"
             return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=is_for_both)
-        except OSError as fault:  # noqa: PERF203  (the next port is tried)
+        except OSError as fault:
             if fault.errno != errno.EADDRINUSE or tried is not ports:
                 raise
     raise OSError(errno.EADDRINUSE, f"no port of {tried[0]}-{tried[-1]} is free")

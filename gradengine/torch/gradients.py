@@ -19,7 +19,7 @@ from gradengine.layout import GradientLayout
 from gradengine.layout.components import memory_order, shapes_in_memory, trainable
 from gradengine.layout.slots import refuse_other_order
 
-Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
+Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
 
 
 def layout_of(module: Parameters) -> GradientLayout:

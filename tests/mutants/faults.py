@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +60,6 @@ class Fault:
 
 def faults() -> list[Fault]:
     """The list, as it is recorded."""
-    import tomllib  # of Python 3.11: the rest of the project needs 3.10
-
     entries = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))["fault"]
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
