@@ -262,7 +262,7 @@ def test_what_is_no_address_is_refused(url):
         ({"link": "carrier pigeon"}, "unknown link: got 'carrier pigeon', expected one of 'tcp', 'unix'"),
         ({"url": "unix:///tmp/s", "link": "tcp"}, 'link="tcp" over a Unix socket'),
         ({"link": "unix", "served": True}, "takes no link"),
-        ({"process_group": GROUP, "communicator": GROUP, "url": None}, "was given both"),
+        ({"process_group": GROUP, "communicator": GROUP, "url": None}, "got both"),
     ],
 )
 def test_what_connect_cannot_do_is_refused(options, says):

@@ -1,7 +1,7 @@
 """An exchange: its ranks check that they fit together, then each owner sums its shares for all, over a link.
 
-The sum is elementwise in fp32 and taken in rank order from rank 0's value on, so that its bits depend neither on the
-link, nor on the bucket size, nor on the order of arrival.
+The sum is elementwise in fp32, in rank order from rank 0's value on. So its bits do not depend on the link, the bucket
+size or the order of arrival.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from gradengine.layout import GradientLayout, Span
 Bytes: TypeAlias = NDArray[np.uint8]
 T = TypeVar("T")
 
-DEFAULT_SHARE_BYTES = 1 << 22  # 2 MB: between threads a step takes 1.3 times as long
+DEFAULT_SHARE_BYTES = 1 << 22  # With 2 MB a step between threads takes 1.3 times as long.
 
 
 class Sums(NamedTuple):
-    """The result of a step's sums, beside those in the arena; the same on all ranks but for the seconds.
+    """The result of a step's sums, except those in the arena. Only the seconds differ between ranks.
 
     Attributes:
         squares: The squared sum of each chunk of the layout, in the order of its partial sums.
         bad: The first NaN or Inf of each rank's own part, by rank.
         total: Seconds from the start of the first span until the last sum was received.
-        waited: Seconds for which the step waited for the sums.
+        waited: Seconds that the step waited for the sums.
     """
 
     squares: Float64
@@ -58,25 +58,25 @@ class Sums(NamedTuple):
 class Exchange(AbstractContextManager["Exchange"]):
     """One rank's all-reduce and all-gather in a process group, over a link to each other rank, or to a server.
 
-    An opaque handle: users make one by `connect` or `local_group`, give it to an engine, close it, and do not subclass
-    it. A new transport is a link (`links/`) and its URL in `connect`.
+    It is an opaque handle. Users make one by `connect` or `local_group`, pass it to an engine and close it. They do not
+    subclass it. A new transport is a link (`links/`) and its URL in `connect`.
 
     Args:
-        link: This rank's link, closed with the exchange; or the meeting that makes it in `bind`.
+        link: This rank's link, closed with the exchange, or the meeting that makes it in `bind`.
         url: The attribute `url`.
         timeout: Seconds without any progress after which a waiting rank fails.
-        join_timeout: Seconds for which `bind` waits for the other ranks.
-        bucket_bytes: Bytes of a share, which one rank sums for all; rank 0's value, or the server's, is used.
+        join_timeout: Seconds that `bind` waits for the other ranks.
+        bucket_bytes: Bytes of a share, which one rank sums for all. The value of rank 0, or of the server, is used.
         clock: The clock of all seconds here.
         device_calls: The calls of a process group whose ranks may sum on their GPUs.
 
     Attributes:
         rank: This worker's rank, 0..world_size - 1.
         world_size: Workers in the group.
-        url: Rank 0's address, or a server's, with the actual port if port 0 was requested; "mpi://" over MPI; None for
-            threads of one process.
-        shares_memory: Whether the link may be over shared memory: then an engine built with this exchange has its
-            arena there.
+        url: The address of rank 0 or of the server, with the actual port if port 0 was requested. It is "mpi://" over
+            MPI, and None for threads of one process.
+        shares_memory: Whether the link may use shared memory. An engine built with this exchange then has its arena
+            there.
 
     Raises:
         CallerError: A time or size is out of range.
@@ -104,27 +104,28 @@ class Exchange(AbstractContextManager["Exchange"]):
         self._calls, self._process = device_calls, os.getpid()
         self._pump: Pump | None = None
         self._all_reduce: OrderedAllReduce | None = None
-        self._arena: DeviceArena | None = None  # where it is not the host's
-        self._sums: Sums | None = None  # of this step, once they are here
-        self._told: dict[str, list[bytes]] = {}  # in this step, by what it was: the other ranks do not repeat it
-        self._began = 0.0  # when the first span was started
-        self._failure: ExchangeError | None = None  # what is raised from now on
+        self._arena: DeviceArena | None = None  # None for an arena of the host
+        self._sums: Sums | None = None  # result of this step's `wait`
+        # The answers of this step's `tell`, by `what`. The other ranks do not repeat a gather.
+        self._told: dict[str, list[bytes]] = {}
+        self._began = 0.0  # time at which the first span was started
+        self._failure: ExchangeError | None = None  # error that calls raise from now on
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a share: after `bind`, those that the group uses."""
+        """The bytes of a share. After `bind` this is the value that the group uses."""
         return self._bucket_bytes
 
     @property
     def device_calls(self) -> DeviceCalls | None:
-        """After `bind`: the calls by which the ranks' GPUs sum; None where the exchange sums."""
+        """The calls by which the ranks' GPUs sum, valid after `bind`. None if the exchange sums."""
         return self._calls
 
     @property
     def link(self) -> str | None:
-        """The link: "threads", "tcp", "unix", "shared_memory", "mpi", "collectives" or "nccl".
+        """The link, one of "threads", "tcp", "unix", "shared_memory", "mpi", "collectives" and "nccl".
 
-        It is None over sockets before `bind`.
+        Over sockets it is None before `bind`.
         """
         if isinstance(self._link, Meeting):
             return None
@@ -143,28 +144,28 @@ class Exchange(AbstractContextManager["Exchange"]):
         replaces: Exchange | None = None,
         sums_by_calls: bool = False,
     ) -> None:
-        """Join the group with a layout and an arena; returns when all ranks have joined.
+        """Join the group with a layout and an arena, and return when all ranks have joined.
 
         Args:
             layout: The layout, the same on all ranks.
-            arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, a few
-                shares of which are copied at a time, each after the work that was queued on the current stream at its
-                span's `start`.
+            arena: Flat fp32 memory of `layout.arena_size` elements, which is reduced in place. Or a device's arena, of
+                which a few shares are copied at a time. Each copy runs after the work that was queued on the current
+                stream at the `start` of the share's span.
             step: The number of the step that begins, the same on all ranks.
             settings: The engine's settings by name, the same on all ranks.
-            replaces: The exchange that carried this arena before; it is closed. If a rank's holds sums of the open
-                step, that step's window is lost.
-            sums_by_calls: Whether this rank's GPU can sum by `device_calls`. If all ranks can, this exchange only
-                gathers.
+            replaces: The exchange that reduced this arena before. It is closed. If it holds sums of the open step on
+                any rank, that step's window is lost.
+            sums_by_calls: Whether this rank's GPU can sum by `device_calls`. If this holds for all ranks, the exchange
+                only gathers.
 
         Raises:
-            HandshakeRefused: The ranks differ in layout (the rows are shown), settings, world size, step or secret; or
+            HandshakeRefused: The ranks differ in layout (the rows are shown), settings, world size, step or secret, or
                 the window is lost.
             PeerLost, DeadlineExceeded: The server or a worker did not join in time.
         """
         self._refuse_ended()
         if self._pump is not None:
-            raise CallerError(f"rank {self.rank} is bound already", do="make a new group for another engine")
+            raise CallerError(f"rank {self.rank} is bound already", do="make a new group for each engine")
         if replaces is not None:
             replaces.close()  # nothing else may touch the sums that it has
         hello = Hello(layout.fingerprint, self._bucket_bytes, step, settings={**(settings or {})})._replace(
@@ -175,7 +176,7 @@ class Exchange(AbstractContextManager["Exchange"]):
 
     @property
     def holds_sums(self) -> bool:
-        """Whether the arena may hold sums of the open step, or pieces of them, in place of this rank's own part."""
+        """Whether the arena may hold sums of the open step, whole or in part, instead of this rank's own part."""
         return self._all_reduce is not None and self._all_reduce.holds_sums
 
     @property
@@ -184,26 +185,27 @@ class Exchange(AbstractContextManager["Exchange"]):
         return set() if self._all_reduce is None else self._all_reduce.started
 
     def start(self, *spans: Span, in_background: bool = True) -> None:
-        """Start the all-reduce of spans whose local gradients are complete; returns at once.
+        """Start the all-reduce of spans whose local gradients are complete, without waiting for it.
 
         Args:
             spans: Spans that were not started in this step.
-            in_background: Let a thread send them from now on; else `wait` sends them, or a thread started for others.
+            in_background: Whether a thread sends them from now on. Otherwise `wait` does, or a thread that was started
+                for earlier spans.
 
         Raises:
-            WindowError: A span was started in this step already, or the exchange is not bound; no span was started.
+            WindowError: A span was started in this step already, or the exchange is not bound. No span was started.
         """
-        with suppress(ExchangeError):  # `wait` raises it
+        with suppress(ExchangeError):  # `wait` raises this error.
             pump, all_reduce = self._bound()
             if spans:
                 self._to_the_end(self._send, pump, all_reduce, spans, in_background)
 
     def wait(self) -> Sums:
-        """Wait until the whole arena is reduced, and return what was found; called again in a step, the same.
+        """Wait until the whole arena is reduced, and return the result. Further calls in a step return the same object.
 
         Raises:
-            WindowError: The exchange is not bound, or nothing was started.
-            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed for good.
+            WindowError: The exchange is not bound, or no span was started.
+            PeerLost, ProtocolError, DeadlineExceeded: The exchange failed and cannot be used again.
         """
         if self._sums is not None:
             return self._sums
@@ -218,7 +220,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         return self._sums
 
     def begin(self, step: int) -> None:
-        """Begin a step of this number: the one before is over on all ranks, or this rank drops its part of it."""
+        """Begin a step with this number. The last step is over on all ranks, or this rank drops its part of it."""
         self._sums, self._told = None, {}
         if (all_reduce := self._all_reduce) is None or (pump := self._pump) is None:
             return
@@ -230,7 +232,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         all_reduce.step = step
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """All-gather: every rank's `data`, in rank order, on every rank; at most 1 MiB each.
+        """Return every rank's `data`, in rank order, on every rank. Each rank passes at most 1 MiB.
 
         Raises:
             CallerError: The data are longer than 1 MiB, or the exchange is not bound.
@@ -241,23 +243,23 @@ class Exchange(AbstractContextManager["Exchange"]):
         return self._to_the_end(pump.gather, data, self._timeout)[: self.world_size]
 
     def broadcast(self, arrays: Iterable[Bytes]) -> None:
-        """Copy rank 0's bytes into the other ranks' arrays, in pieces of 1 MiB which small arrays share.
+        """Copy rank 0's bytes into the other ranks' arrays, in pieces of 1 MiB that small arrays share.
 
         Args:
-            arrays: Flat arrays of bytes, as many and as long on all ranks. Rank 0's are read. Another rank's is filled
-                when the next one is asked for, so that it can be used then and freed.
+            arrays: Flat arrays of bytes, of the same number and sizes on all ranks. Rank 0's arrays are read. On the
+                other ranks an array is filled before the iterator is advanced, so it can be used and freed there.
 
         Raises:
-            PeerLost, ProtocolError, DeadlineExceeded: As `wait`; some arrays are filled, and the exchange is closed.
+            PeerLost, ProtocolError, DeadlineExceeded: As `wait`. Some arrays are filled, and the exchange is closed.
         """
         self._to_the_end(self._send_pieces if self.rank == 0 else self._receive_pieces, arrays)
 
     def tell(self, what: str, facts: object) -> list[Any]:
-        """Return every rank's facts, in rank order; called again with the same `what` in a step, the first answer.
+        """Return every rank's facts, in rank order. A second call in a step with the same `what` repeats the answer.
 
         Raises:
-            CallerError: The facts are of a type that cannot be sent, or too long; nothing has been sent.
-            ExchangeError: A rank's `what` is not rank 0's.
+            CallerError: The facts have a type that cannot be sent, or are too long. Nothing was sent.
+            ExchangeError: A rank's `what` differs from rank 0's.
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
         mine = packed(what, facts)
@@ -269,14 +271,14 @@ class Exchange(AbstractContextManager["Exchange"]):
         """Wait until all ranks have called this.
 
         Raises:
-            ExchangeError: A rank is in another call.
+            ExchangeError: A rank is in a different call.
             PeerLost, ProtocolError, DeadlineExceeded: As `wait`.
         """
         gathered(self.all_gather(packed("barrier", None)))
 
     def close(self) -> None:
-        """Leave the group; other ranks that still wait for this one fail. May be called twice, also if interrupted."""
-        if os.getpid() != self._process:  # the group is the parent's
+        """Leave the group. Ranks that still wait for this one fail. May be called again, also after an interrupt."""
+        if os.getpid() != self._process:  # The parent process owns the group.
             return
         way_on = (Link if isinstance(self._link, Meeting) else self._link).way_on
         what, do = f"rank {self.rank} left the group", f"the window is kept: {way_on}, or discard() it"
@@ -297,7 +299,7 @@ class Exchange(AbstractContextManager["Exchange"]):
 
     def _refuse_ended(self) -> None:
         if os.getpid() != self._process:
-            what = f"the exchange of rank {self.rank} is of the process that this one was forked from"
+            what = f"the exchange of rank {self.rank} belongs to the parent of this forked process"
             raise CallerError(what, do="connect in the process that steps, after the fork")
         if self._failure is not None:
             raise self._failure
@@ -338,7 +340,7 @@ class Exchange(AbstractContextManager["Exchange"]):
                 filled += part.size
 
     def _to_the_end(self, call: Callable[..., T], *given: object) -> T:
-        """Make a call and return its value; if it fails or is interrupted close the exchange: its ranks would drift."""
+        """Make a call and return its value. If it fails or is interrupted, close the exchange, as ranks would drift."""
         try:
             return call(*given)
         except WindowError:
@@ -357,7 +359,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         lends = link.lends(None if isinstance(arena, DeviceArena) else arena)
         hellos = self._meet(self._pump, layout, hello._replace(lends=lends), link.hub)
         self._calls = self._calls if all(each.sums_by_calls for each in hellos) else None
-        # A server's share is a whole bucket; of each bucket of a mesh every rank has one.
+        # A server's share is a whole bucket. In a mesh each bucket is cut into one share for every rank.
         size = self._bucket_bytes * (self.world_size if link.hub is None else 1)
         shares = () if self._calls else shares_of(layout, self.world_size, size, owner=link.hub)
         self._all_reduce = OrderedAllReduce(
@@ -367,7 +369,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         self._pump.run(self._all_reduce, self._arena)
 
     def _meet(self, pump: Pump, layout: GradientLayout, hello: Hello, hub: int | None) -> list[Hello]:
-        """Return every rank's hello; raises an error if the ranks do not fit together."""
+        """Return every rank's hello. Raises an error if the ranks do not fit together."""
         hellos = hellos_of(pump.gather(packed_hello(hello), self._join_timeout, "joining"), hub)
         self._bucket_bytes = hellos[hub or 0].bucket_bytes
         tables: list[bytes] = []
@@ -375,7 +377,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             refuse_large(layout, hellos.pop().most_bytes)
             self._timeout += GRACE_SECONDS
         differ = any(each.layout != hellos[0].layout for each in hellos)
-        if differ or hub is not None:  # a server cuts by rank 0's table
+        if differ or hub is not None:  # A server cuts shares by rank 0's table.
             table = layout.table() if differ or self.rank == 0 else b""
             tables = pump.gather(table if len(table) <= MAX_SMALL_PAYLOAD else b"", self._join_timeout, "joining")
         refuse_differing(hellos, tables)
@@ -389,13 +391,13 @@ def local_group(
     join_timeout: float = DEFAULT_JOIN_TIMEOUT,
     bucket_bytes: int = DEFAULT_SHARE_BYTES,
 ) -> list[Exchange]:
-    """Make one exchange for each of `world_size` threads of this process; returns them in rank order.
+    """Return one exchange for each of `world_size` threads of this process, in rank order.
 
     Args:
-        world_size: Number of threads; each uses its own exchange.
+        world_size: Number of threads. Each uses its own exchange.
         timeout: Seconds without any progress after which waiting ranks fail.
-        join_timeout: Seconds for which the first rank to bind waits for the others.
-        bucket_bytes: Bytes that a rank sums at a time; changes no bit of the result.
+        join_timeout: Seconds that the first rank to bind waits for the others.
+        bucket_bytes: Bytes that a rank sums at a time. It changes no bit of the result.
 
     Raises:
         CallerError: The world size is not in 1..65536, or a time or size is out of range.

@@ -42,7 +42,7 @@ if not child:
         try:
             step(1)
         except CallerError as refused:
-            assert "the exchange of rank 1 is of the process that this one was forked from" in str(refused)
+            assert "the exchange of rank 1 belongs to the parent of this forked process" in str(refused)
         else:
             os._exit(9)
         if end == "raise":
