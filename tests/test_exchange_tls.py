@@ -270,7 +270,7 @@ def test_what_leaves_the_host_in_plain_is_warned_of_by_each_rank(run, tmp_path, 
     def formed(address, tls=None):
         link = "tcp" if isinstance(address, tuple) else None
         form(start(Listener(address, SECRET), 2, range(2), tls=tls, link=link))
-        return sum("in plain: pass tls=" in said for said in caplog.messages)
+        return sum("unencrypted: pass tls=" in said for said in caplog.messages)
 
     assert formed(("127.0.0.1", 0)) == 0
     monkeypatch.setattr(mesh, "is_loopback", lambda host: host != "127.0.0.1")  # as if that were another host's
