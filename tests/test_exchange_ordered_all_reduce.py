@@ -497,7 +497,7 @@ def started(rank=0, **options):
 
 def test_a_part_of_another_size_and_facts_of_no_element_are_refused():
     rank = started(reads_in_place=True)
-    refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match="lends another size")
+    refused(rank, rank.received, 1, tag(PART, 0), np.zeros(36, np.float32), match="wrong size")
     for index in (np.nan, np.inf, -2, 1 << 40, SMALL.arena_size):
         rank = started()
         rank._facts[1][-6:] = (-1, 0, index, np.nan, -1, 0)

@@ -224,8 +224,8 @@ class Meeting:
         met: list[Address] | Address = self._at
         while not isinstance(met, list):  # Ranks of one host get a path at which they meet again.
             met = self._retried(self._meet, met)
-        # A rank makes all its calls before it accepts any, and only calls lower ranks. Rank 1 makes no call and accepts,
-        # so it answers rank 2's call. Then rank 2 accepts, and so on. No ranks wait for each other in a circle.
+        # A rank makes all its calls before it accepts any, and only calls lower ranks. Rank 1 calls none of them and
+        # accepts rank 2's call. Then rank 2 accepts, and so on. So no ranks wait for each other in a circle.
         for rank, address in enumerate(met[: self.rank - 1], 1):
             self._retried(self._call, rank, address)
         if self._listener is not None:  # No rank listens if there is a server.

@@ -1,20 +1,21 @@
-"""One rank's side of a step's all-reduce: which transfers to make and what to sum; no I/O, no threads, no clock.
+"""One rank's side of a step's all-reduce: decides what to transfer and to sum; no I/O, no threads, no clock.
 
 Every rank sends its part of each share to the share's owner. The owner adds the parts in rank order with K1, measures
-the sum in the same pass, and sends it back. After its last sum of the step it sends its *facts*: the squared sums of
-its chunks, and the first NaN or Inf of each rank's part. So all ranks get the same sums and facts from one source.
+the sum in the same pass, and sends it back. After its last sum of the step it sends its *facts*, which are the squared
+sums of its chunks and the first NaN or Inf of each rank's part. So all ranks get the same sums and facts from one
+source.
 
-On the CPU all this happens in the arena itself. Shares of a GPU's arena are copied to rows of host memory and back: a
-part is copied from the device before it is sent or summed, and a share counts as summed once its sum is on the device
-(a copy that was begun is reported even if links are lost: else an owner might take half a sum for its part).
+On the CPU all this happens in the arena itself. Shares of a GPU's arena are copied to rows of host memory and back. A
+part is copied from the device before it is sent or summed. A share counts as summed once its sum is on the device. The
+end of a copy is reported even if links are lost, so that an owner does not take half a sum for its part.
 
 A rank has a limited number of shares in flight. Shares start in one order, the same on all ranks, so that no rank waits
-for ever: the first share that is not summed everywhere has a row on every rank, so its owner receives all parts, and
-each rank that has sent a part receives the sum. An owner has rows of its own, and makes room for as many shares as a
-rank sends parts of, so that no part ever waits for room before a sum.
+for ever. The first share that is not summed everywhere has a row on every rank, so its owner receives all parts, and
+each rank that has sent a part receives the sum. An owner has separate rows for its own shares, and memory for the parts
+of as many shares as a rank sends at a time. So no part ever waits for memory before a sum.
 
-A server besides the ranks, whose number is the world size, may own all shares. It contributes nothing, and has no
-arena: it starts all spans when a step begins, and keeps a sum in a row until all ranks have it.
+Instead of the ranks, a server may own all shares. Its number is the world size. It contributes nothing and has no
+arena. It starts all spans when a step begins, and keeps a sum in a row until all ranks have it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from gradengine.kernels.host import first_non_finite
 from gradengine.layout import GradientLayout, Span
 
 Float32: TypeAlias = npt.NDArray[np.float32]
-IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner makes room for
-_NOT_FOUND = (-1, 0)  # the index and value of a rank's first non-finite element if it has none
-_PART, _SUM, _FACTS = range(3)  # the content of a message
-# The content of a share in a rank's arena. LOCAL: this rank's part. SENT: the same, while it is sent to the owner; at
-# the owner, a part that counts in the sum. RECEIVING: the same, perhaps overwritten in part by the sum; never at the
-# owner. SUMMED: the sum over all ranks.
+IN_FLIGHT = 8 << 20  # bytes of one rank's parts that an owner has memory for
+_NOT_FOUND = (-1, 0)  # index and value that mean that a rank has no non-finite element
+_PART, _SUM, _FACTS = range(3)  # content of a message
+# The content of a share in a rank's arena. LOCAL is this rank's part. SENT is the same while it is sent to the owner,
+# or on the owner a part that is ready for the sum. RECEIVING is a part that the sum may have overwritten in places, and
+# never occurs on the owner. SUMMED is the sum over all ranks.
 LOCAL, SENT, RECEIVING, SUMMED = range(4)
-Find: TypeAlias = tuple[int, int, float]  # a rank, and the arena's index and the value of a NaN or Inf in its part
+Find: TypeAlias = tuple[int, int, float]  # rank, index in the arena and value of a NaN or Inf in the rank's part
 
 
 @final
@@ -51,24 +52,24 @@ class OrderedAllReduce:
     """Sums one arena over all ranks, step by step and share by share, in rank order from rank 0's value.
 
     After each call the caller takes `transfers()`, makes them in any order, and reports each by `sent` or `received`.
-    Calls must not overlap. A step is not resumed after links were lost: `holds_sums` says whether its parts are here.
+    Calls must not overlap. A step is not resumed after links were lost. `holds_sums` is False if its parts are intact.
 
     Args:
-        rank: This worker's rank; the world size for a server.
+        rank: This worker's rank, or the world size for a server.
         world_size: Ranks in the group.
-        layout: The same on all ranks.
+        layout: The layout, the same on all ranks.
         shares: The layout's shares by `shares_of`, the same on all ranks.
-        arena: Flat fp32 memory of `layout.arena_size`, which is reduced in place; or a device's arena, through copies;
-            None on a server.
+        arena: Flat fp32 memory of `layout.arena_size` elements, which is reduced in place. Or a device's arena, which
+            is reduced through copies. None on a server.
         kernels: The host's kernels, which sum and measure.
         step: The number of the first step.
-        in_flight: Bytes of each other rank's parts that are received at a time, and of this rank's that are sent; at
-            least one share, and all shares of a host's arena if they are read in place.
-        reads_in_place: Whether the links lend parts to their owner, which then copies none.
+        in_flight: Bytes of each other rank's parts that are received at a time, and of this rank's parts that are sent.
+            At least one share is, and all shares of a host's arena are if they are read in place.
+        reads_in_place: Whether owners read parts in the other ranks' memory through the links, without a copy.
 
     Attributes:
-        step: The number of the open step; may be set before any span is started.
-        reads_in_place: As given.
+        step: The number of the open step. It may be set before any span is started.
+        reads_in_place: The argument.
         started: The keys of the spans that were started in this step.
 
     Example:
@@ -103,7 +104,8 @@ class OrderedAllReduce:
         self._arena: Float32 | None = None if isinstance(arena, DeviceArena) else arena
         self._others = [other for other in range(world_size) if other != rank]
 
-        self._indices: dict[int, list[int]] = {}  # of each owner's chunks among the partial sums, in its facts' order
+        # By owner, the indices of its chunks among the partial sums, in the order of its facts.
+        self._indices: dict[int, list[int]] = {}
         for share in shares:
             self._indices.setdefault(share.owner, []).extend([index for _, _, index in share.chunks])
         self._facts = {owner: np.zeros(len(indices) + 2 * world_size) for owner, indices in self._indices.items()}
@@ -113,7 +115,7 @@ class OrderedAllReduce:
         self._make_places_of_sums(mine)
         self._make_room(mine, arena, in_flight)
         self._outbox: list[Transfer] = []
-        self._behind: dict[int, int | str] = {}  # by share: see `place_of_copy`
+        self._behind: dict[int, int | str] = {}  # key of the span that completed each share, for `place_of_copy`
 
         self._ready, self._states = ReadyShares(layout, self._shares), bytearray(len(shares))
         self.started = self._ready.started
@@ -121,7 +123,10 @@ class OrderedAllReduce:
         self._begin()
 
     def _make_places_of_sums(self, mine: Sequence[Share]) -> None:
-        """For each own share: where it is summed, all in one scratch; its squares in the facts; its chunks' places."""
+        """Set for each own share the scratch arena of its sum, its squares in the facts, and the places of its chunks.
+
+        All shares are summed in one scratch memory.
+        """
         scratch, first = self._kernels.device.allocate(_largest(mine)), 0
         self._sums: dict[int, tuple[Arena, Float64, list[slice]]] = {}
         for share in mine:
@@ -132,43 +137,43 @@ class OrderedAllReduce:
             first += len(pieces)
 
     def _make_room(self, mine: Sequence[Share], arena: Float32 | DeviceArena | None, in_flight: int) -> None:
-        """Make the memory for parts that are received, and a device's or a server's rows, for the shares in flight."""
+        """Allocate the memory for received parts, and the rows of a device or server, for the shares in flight."""
         largest_own, largest = _largest(mine), _largest(self._shares)
         received, begun = (max(1, in_flight // max(1, 4 * size)) for size in (largest_own, largest))
-        counts = [len(self._shares) - len(mine), len(mine)]  # of other ranks' shares, of own ones
+        counts = [len(self._shares) - len(mine), len(mine)]  # numbers of other ranks' shares and of own shares
         rows = [min(begun, count) for count in counts]
-        # The row of another owner's share is free once the sum is in the arena, that of an own share once all have it.
-        # There is a list for shares of others, and one for own shares. On a host the arena itself stands for each row.
+        # The row of another owner's share is free once the sum is in the arena. The row of an own share is free once
+        # all ranks have the sum. One list is for shares of others, one for own shares. On a host each row is the arena.
         if isinstance(arena, DeviceArena):
             self._free_rows: list[list[Float32]] = [[*arena.rows(count, largest)] for count in rows]
         elif arena is None:
             self._free_rows = [[*np.empty((count, largest), np.float32)] for count in rows]
         else:
             self._free_rows = [[arena] * (counts[0] if self.reads_in_place else rows[0]), [arena] * counts[1]]
-        self._rows: dict[int, Float32] = {}  # of the shares that are on their way
+        self._rows: dict[int, Float32] = {}  # rows of the shares in flight
         # Parts that are read in place need no memory, and all may be in flight.
         received, parts = (len(mine), 0) if self.reads_in_place else (min(received, len(mine)), len(self._others))
         self._free = [np.empty((parts, largest_own), np.float32) for _ in range(received)]
-        # Of this rank's shares that are received now: the memory for parts, and by rank the parts that are here.
+        # The memory for the parts of own shares that are being received, and by rank the parts that have arrived.
         self._room: dict[int, Float32] = {}
         self._parts: dict[int, dict[int, Float32]] = {}
 
     @property
     def is_done(self) -> bool:
-        """Whether all sums and facts were received and all sends are over: then the arena may be overwritten."""
+        """Whether all sums and facts were received and all sends are over. Then the arena may be overwritten."""
         is_summed = self._states.count(SUMMED) == len(self._shares)
         return is_summed and not (self._sends or self._receives)
 
     @property
     def holds_sums(self) -> bool:
-        """Whether the arena may hold sums, or pieces of them, in place of this rank's own contributions."""
-        # A device's share is received beside its arena, and copied there in one go.
+        """Whether the arena may hold sums, whole or in part, instead of this rank's own contributions."""
+        # A share of a device's arena is received in a row, and then copied to the arena in one go.
         least = SUMMED if self._is_copied else RECEIVING
         return any(state >= least for state in self._states)
 
     @property
     def squares(self) -> Float64:
-        """Once the step `is_done`: each chunk's squared sum, in the order of partial sums, the same on all ranks."""
+        """The squared sum of each chunk in the order of partial sums, the same on all ranks. Valid once `is_done`."""
         squares = np.zeros(sum(map(len, self._indices.values())))
         for owner, indices in self._indices.items():
             squares[indices] = self._facts[owner][: len(indices)]
@@ -176,7 +181,7 @@ class OrderedAllReduce:
 
     @property
     def bad(self) -> list[Find]:
-        """Once the step `is_done`: the first NaN or Inf of each rank's own part, by rank, the same on all ranks."""
+        """The first NaN or Inf of each rank's own part, by rank, the same on all ranks. Valid once `is_done`."""
         finds = np.array([*self._finds.values()]).reshape(-1, self.world_size, 2)
         found = []
         for rank in np.flatnonzero((finds[:, :, 0] >= 0).any(axis=0)).tolist():
@@ -186,18 +191,18 @@ class OrderedAllReduce:
 
     @property
     def awaited(self) -> tuple[int, str, bool] | None:
-        """What this rank has waited for longest; None if it has to start a span first.
+        """The rank that this one has waited for longest; None if this rank has to start a span first.
 
-        That is a rank, the name of what it sends or takes, and whether it depends on that rank alone. A missing part is
-        named first, since it depends on nothing else; then sums, facts, and receipts of what was sent. A server waits
-        for a share's parts as soon as it has one of them.
+        The tuple has the rank, the name of the message, and whether the message depends on that rank alone. A missing
+        part is named first, since it depends on no other rank. Then follow sums, facts, and receipts of sent messages.
+        A server waits for a share's parts as soon as it has one of them.
         """
         if self._ready.count < len(self._shares):
             return None
         is_server = self.rank == self.world_size
         untouched = [number for number, parts in self._parts.items() if is_server and not parts]
         missing = {(peer, tag) for peer, tag in self._receives if tag // 6 not in untouched}
-        # A part may be lent until it is summed: what is missing then is the sum.
+        # The owner may read a part in place until the part is summed, so the sum is missing then.
         missing |= {(peer, self._tag(_SUM, tag // 6)) for peer, tag in self._sends if tag % 6 // 2 == _PART}
         for transfers, words in ((missing, ""), (self._sends, "its receipt of ")):
             if transfers:
@@ -206,14 +211,14 @@ class OrderedAllReduce:
         return None
 
     def described(self, tag: int) -> str:
-        """The name of what is sent with this tag, such as "the part of share 3"."""
+        """Return the name of the message with this tag, such as "the part of share 3"."""
         kind, number = _meaning(tag)
         if kind == _FACTS:
             return f"the facts of {self._named(number)}"
         return f"the {'part' if kind == _PART else 'sum'} of share {number}"
 
     def place_of_copy(self, tag: int) -> tuple[int, int | str]:
-        """Where a share that is copied begins in the device's arena, and the key of the span that completed it.
+        """Return the start of a copied share in the device's arena, and the key of the span that completed it.
 
         The copy waits for work that was queued before that span was started.
         """
@@ -221,9 +226,9 @@ class OrderedAllReduce:
         return self._shares[number].start, self._behind[number]
 
     def transfers(self) -> list[Transfer]:
-        """The transfers to make now; each is returned once. Those with one rank are in the order of the shares.
+        """Return the transfers to make now, each of them once. Transfers with one rank are in the order of the shares.
 
-        Those of a rank with itself are copies: memory is filled from the device's arena, or sent there.
+        Transfers of a rank with itself are copies from the device's arena to memory, or back.
         """
         for waiting, free in zip(self._waiting, self._free_rows, strict=True):
             while waiting and free:
@@ -237,9 +242,10 @@ class OrderedAllReduce:
         return given
 
     def start(self, *spans: Span) -> None:
-        """Start spans, which hold all that this rank contributes; `WindowError` if one was started, and then none is.
+        """Start spans whose memory holds this rank's complete contribution.
 
-        Nothing is sent or summed before the next `transfers()`.
+        Raises `WindowError` if one of them was started already, and then starts none. Nothing is sent or summed before
+        the next `transfers()`.
         """
         for span in spans:
             if span.key in self.started:
@@ -262,14 +268,14 @@ class OrderedAllReduce:
             self._release(self._shares[number])
 
     def received(self, peer: int, tag: int, borrowed: Float32 | None = None) -> None:
-        """Report that what was to be received fills its memory, or is borrowed there.
+        """Report that a message was received in its memory, or is borrowed from the other rank's memory.
 
         Raises:
-            ProtocolError: A part that is lent has another size, or facts name an element outside of the arena.
+            ProtocolError: A borrowed part has the wrong size, or facts name an element outside of the arena.
         """
         kind, number = _meaning(tag)
         if borrowed is not None and borrowed.size != self._shares[number].size:
-            what = f"{self._named(peer)} lends another size as {self.described(tag)}"
+            what = f"{self._named(peer)} offers the wrong size for {self.described(tag)}"
             raise ProtocolError(what, got=borrowed.size, expected=self._shares[number].size)
         if kind == _FACTS:
             indices = self._finds[peer][:, 0]
@@ -286,9 +292,9 @@ class OrderedAllReduce:
             self._sum_if_complete(self._shares[number])
 
     def next_step(self) -> None:
-        """Begin the next step; raises `WindowError` before `is_done`.
+        """Begin the next step. Raises `WindowError` before `is_done`.
 
-        After this the step cannot be made again: call it when all ranks have said that they are done.
+        After this the last step cannot be repeated, so call it when all ranks have reported that they are done.
         """
         if not self.is_done:
             raise WindowError(f"step {self.step} is not summed on all ranks", do="wait for is_done")
@@ -296,25 +302,25 @@ class OrderedAllReduce:
         self._begin()
 
     def end(self, unwritten: Iterable[Completion]) -> None:
-        """Report that the links have ended, and which receives had written nothing: these shares still hold parts."""
+        """Report that the links have ended. The shares of the `unwritten` receives still hold parts."""
         for _, peer, tag in unwritten:
             if (peer, tag) in self._receives and tag % 6 // 2 == _SUM:
                 self._states[tag // 6] = SENT
 
     def drop(self) -> None:
-        """Forget what this rank holds of the step, which it drops; the links have ended."""
+        """Drop this rank's part of the step. The links have ended."""
         self._states[:] = bytes(len(self._states))
 
     # ---- a step ----
 
     def _begin(self) -> None:
-        """Begin a step, and receive what other ranks send without a request: facts and parts."""
+        """Begin a step, and receive the facts and parts that other ranks send without a request."""
         self._ready.restart()
         self._states[:] = bytes(len(self._states))
         self._outbox = []
-        self._sends: set[tuple[int, int]] = set()  # that are not over
-        self._receives: dict[tuple[int, int], Any] = {}  # their memory
-        self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # for a row: shares of others, own ones
+        self._sends: set[tuple[int, int]] = set()  # sends in flight, as (peer, tag)
+        self._receives: dict[tuple[int, int], Any] = {}  # memory of each receive in flight
+        self._waiting: tuple[deque[Share], deque[Share]] = deque(), deque()  # others' and own shares that need a row
         self._unsummed = len(self._sums)
         self._unopened = deque([self._shares[number] for number in self._sums])
         for owner, facts in self._facts.items():
@@ -325,7 +331,7 @@ class OrderedAllReduce:
         self._open_shares()
 
     def _open_shares(self) -> None:
-        """Receive the other ranks' parts of as many shares as there is room for."""
+        """Receive the other ranks' parts of as many shares as there is memory for."""
         while self._unopened and self._free:
             share, memory = self._unopened.popleft(), self._free.pop()
             self._room[share.number], self._parts[share.number] = memory, {}
@@ -349,7 +355,7 @@ class OrderedAllReduce:
             self._is_summed(share)
 
     def _is_summed(self, share: Share) -> None:
-        """Note that the sum is in the arena; its owner sends it now, and not earlier, when it could still be lost."""
+        """Record that the sum is in the arena. Its owner only sends it now, because before it could still be lost."""
         self._states[share.number] = SUMMED
         if share.owner != self.rank:
             self._release(share)
@@ -380,12 +386,12 @@ class OrderedAllReduce:
         self._open_shares()
 
     def _sum(self, share: Share, parts: Sequence[Float32]) -> None:
-        """Sum these parts in order, in place of this rank's own part, and note the facts."""
+        """Sum these parts in order, write the sum over this rank's own part, and record the facts."""
         arena, squares, pieces = self._sums[share.number]
         sources = [[part[piece] for piece in pieces] for part in parts]
         contributions = [Contribution.of_fp32(arena.whole, arrays) for arrays in sources]
-        # Into a scratch: in place the second source on a rank above 1 would be overwritten before it is read, and on
-        # any rank NaN and Inf in its own part could not be found any more.
+        # The sum goes to a scratch memory. In place, the part of a rank above 1 would be overwritten before it is read,
+        # and NaN and Inf in the rank's own part could not be found any more.
         fold = FoldPass(arena.whole, arena.whole.all_present, contributions, [np.float32(1)] * self.world_size)
         self._kernels.accumulate(arena, fold, measure=True)
         squares[:] = arena.partials.values
@@ -399,11 +405,11 @@ class OrderedAllReduce:
                         finds[rank] = index, found[1]
         memory, end = self._memory(share), 0
         for piece, target in zip(pieces, arena.targets, strict=True):
-            memory[end : piece.start] = 0  # padding: a server's row holds what was there before
+            memory[end : piece.start] = 0  # Clear padding, because a server's row holds an earlier sum.
             memory[piece], end = target.data, piece.stop
 
     def _memory(self, share: Share) -> Float32:
-        """The memory of this rank's part of a share, and then of its sum: the arena itself, or a row."""
+        """Return the memory of this rank's part of a share and then of its sum, in the arena itself or a row."""
         if self._arena is not None:
             return self._arena[share.start : share.stop]
         return self._rows[share.number][: share.size]
@@ -421,8 +427,8 @@ class OrderedAllReduce:
         self._outbox.append(Transfer(RECEIVE, peer, tag, memory))
 
     def _tag(self, kind: int, number: int) -> int:
-        # The parity is enough: each sum needs every rank's part, so no rank is two steps ahead of another. It is that
-        # of the steps that these links carried, since ranks load the state of another step one after the other.
+        # The parity is enough. Each sum needs every rank's part, so no rank is two steps ahead of another. It counts
+        # the steps of these links, because ranks load a state with a different step number one after the other.
         return 6 * number + 2 * kind + self._parity
 
     def _named(self, peer: int) -> str:
@@ -430,7 +436,7 @@ class OrderedAllReduce:
 
 
 def _meaning(tag: int) -> tuple[int, int]:
-    """The kind of a message, and the number of its share, or the rank whose facts it has."""
+    """Return the kind of a message, and the number of its share or the rank that sent its facts."""
     return tag % 6 // 2, tag // 6
 
 
