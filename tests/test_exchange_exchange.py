@@ -382,7 +382,7 @@ def test_ranks_in_different_calls_are_told_so_before_the_deadline(links):
     exchanges = [Exchange(links_made[0], clock=clock, timeout=1e6), Exchange(links_made[1], timeout=1e6)]
     workers = bound(exchanges, SMALL, contributions(SMALL, 2))
     sums, barrier = outcomes(lambda worker: [worker.exchange.barrier, worker.sum][worker.exchange.rank == 0](), workers)
-    assert str(sums).startswith("rank 1 is in another call than rank 0: it tells something: expected the part of share")
+    assert str(sums).startswith("rank 1 is in a gather, and rank 0 in the all-reduce: expected the part of share")
     assert isinstance(barrier, PeerLost)
     assert now[0] < 100
     close(exchanges)
