@@ -384,7 +384,7 @@ class TestWorkers:
 
         for error in on_ranks(joins, 2):
             assert isinstance(error, HandshakeRefused)
-            assert "rank 1 is at another step: got 0, expected 3" in str(error)
+            assert "rank 1 is at a different step: got 0, expected 3" in str(error)
         for error in on_ranks(lambda exchange: steps_on(exchange, forgets=True), 2):
             assert isinstance(error, ExchangeError)
             assert "rank 1 is out of sync with rank 0" in str(error)

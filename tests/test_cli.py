@@ -312,7 +312,7 @@ def test_serve_sums_until_its_workers_have_gone_and_says_who_is_refused(tmp_path
     assert sums_of_two(url, SECRET, job="run 1") == [[1.5] * 3] * 2
     told = process.communicate(timeout=2 * SOON)[1]
     assert process.returncode == 0, told
-    assert "rank 1 has another secret" in told
+    assert "rank 1 has a different secret" in told
     assert told.endswith("\nall 2 workers have connected and left\n")
 
 

@@ -198,7 +198,7 @@ OTHERS = {
     [
         ("shapes", ["layouts differ between rank 1", "row 0: here 'layers.0.w'", "(5, 7)", "(7, 5)"]),
         ("backward order", ["backward order"]),
-        ("steps", ["rank 0 is at another step: got 0, expected 7", "load a checkpoint of step 7 there, or"]),
+        ("steps", ["rank 0 is at a different step: got 0, expected 7", "load a checkpoint of step 7 there, or"]),
     ],
 )
 def test_what_differs_is_shown_on_every_rank(transport, what, words):

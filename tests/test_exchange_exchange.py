@@ -304,14 +304,14 @@ def changed(at, value=None):
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (changed(0, 4), HandshakeRefused, "rank 1 speaks another version: got 4, expected 5"),
-        (changed(None), HandshakeRefused, "rank 1 speaks another version"),
+        (changed(0, 4), HandshakeRefused, "rank 1 has a different version: got 4, expected 5"),
+        (changed(None), HandshakeRefused, "rank 1 has a different version"),
         *((changed(field, [1]), ProtocolError, "hello of rank 1") for field in range(1, 1 + len(Hello._fields))),
         (changed(-1, {"average": 1}), ProtocolError, "hello of rank 1"),
         (
             changed(-1, {"average": "weighted"}),
             HandshakeRefused,
-            "rank 1 has another average than rank 0",
+            "rank 1 has a different average than rank 0",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_proof_is_the_documented_hmac():
 )
 def test_proof_holds_for_nothing_else(change, line):
     for given in (proven(**change), b"", proven()[:31], proven() + b"\0"):
-        with pytest.raises(HandshakeRefused, match="rank 1 has another secret"):
+        with pytest.raises(HandshakeRefused, match="rank 1 has a different secret"):
             line.refuse_other(given, proven())
 
 

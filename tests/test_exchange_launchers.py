@@ -207,7 +207,7 @@ def test_connect_takes_the_secret_of_the_environment_and_a_given_one_wins(enviro
     other = "fedcba9876543210fedcba9876543210"
     with connect("tcp://127.0.0.1:0", 0, 2) as hosting:
         stray, mine = (connect(hosting.url, 1, 2, secret=secret, join_timeout=SOON) for secret in (other, None))
-        assert "rank 1 has another secret" in refused_before_they_train(hosting, mine, stray)[0]
+        assert "rank 1 has a different secret" in refused_before_they_train(hosting, mine, stray)[0]
 
 
 # ---- its job ----

@@ -269,7 +269,7 @@ def test_who_listens_in_a_ranks_place_is_not_taken_for_it(listener, passed_on_to
         impostor.send("proof", answer)
         kind, told = second.error()
         assert kind is HandshakeRefused
-        assert "rank 1 has another secret" in told
+        assert "rank 1 has a different secret" in told
         impostor.close()
         one.close()
     first.link().close()
@@ -294,7 +294,7 @@ def test_a_rank_with_another_world_size_is_refused_and_the_group_goes_on(listene
     first = Started(listener, 0, 3)
     kind, told = Started(listener.address, 2, 4).error()
     assert kind is HandshakeRefused
-    assert "rank 2 was started for another world size" in told
+    assert "rank 2 was started for a different world size" in told
     form([first, *start(listener, 3, [1, 2])])
 
 
@@ -342,7 +342,7 @@ def test_at_the_deadline_rank_0_names_who_is_missing_to_those_that_came(listener
     left.close()
     stranger = knock(listener.address)
     stranger.send("abort", "", "")
-    assert "another message" in refusal_of(stranger)  # after this rank 3's leaving has been seen too
+    assert "wrong message" in refusal_of(stranger)  # after this rank 3's leaving has been seen too
     clock.jump(listener.address)
     kind, told = first.error()
     assert kind is PeerLost

@@ -204,7 +204,7 @@ def test_a_rank_that_lost_its_links_as_the_others_ended_the_step_is_refused_on_a
             engine.add(gradients(engine.rank, 2))
         with pytest.raises(ExchangeError):
             engine.step()
-        with pytest.raises(HandshakeRefused, match="rank 1 is at another step: got 0, expected 1; load a checkpoint"):
+        with pytest.raises(HandshakeRefused, match="rank 1 is at a different step: got 0, expected 1; load"):
             engine.reconnect(second[engine.rank])
 
     on_all(work, local_group(WORLD, timeout=SOON))

@@ -150,7 +150,7 @@ def test_who_does_not_belong_is_refused_and_the_group_goes_on():
         first = call(server.listener.address, 0, 2, secret=None, called=2)
         with pytest.raises(HandshakeRefused, match="rank 0 has joined already"):
             server.meeting(0).link(SOON)
-        with pytest.raises(HandshakeRefused, match="rank 1 was started for another world size: got 3, expected 2"):
+        with pytest.raises(HandshakeRefused, match="rank 1 was started for a different world size: got 3, expected 2"):
             server.meeting(1, 3).link(SOON)
         first.close()
 
@@ -198,12 +198,12 @@ def test_a_server_that_is_waited_for_gives_up_where_nobody_comes_or_stays_and_sa
         call(server.listener.address, 1, 2, called=2).close()
         while 100.0 not in asked:
             threading.Event().wait(0.001)
-        with pytest.raises(HandshakeRefused, match="another secret"):
+        with pytest.raises(HandshakeRefused, match="different secret"):
             server.meeting(1, secret="a secret of others").link(SOON)
         now[0] = 161.0
         told = str(server.end())
         assert told.startswith("ranks 0, 1 did not join the server within 60 s (join_timeout); start all ranks")
-        assert "(last refused here: rank 1 has another secret" in told
+        assert "(last refused here: rank 1 has a different secret" in told
 
 
 # ---- what must be alike ----
@@ -216,7 +216,7 @@ OTHER = GradientLayout.of({"layers.0.w": (7, 6)})
     ("layout", "step", "options", "says"),
     [
         (OTHER, 0, {}, "layouts differ between rank 1 (here) and rank 0 (there):\nrow 0: here 'layers.0.w' (7, 6)"),
-        (SMALL, 1, {}, "rank 0 is at another step: got 0, expected 1"),
+        (SMALL, 1, {}, "rank 0 is at a different step: got 0, expected 1"),
         (SMALL, 0, {"most_bytes": SMALL.nbytes - 4}, "the layout is larger than this server takes"),
     ],
 )
@@ -237,11 +237,11 @@ def test_what_differs_or_is_too_large_is_refused_to_all_and_ends_the_group(layou
 @pytest.mark.parametrize(
     ("hello", "table", "says"),
     [
-        (msgpack.packb([1, 7]), b"", "rank 0 speaks another version: got 1, expected 5"),
+        (msgpack.packb([1, 7]), b"", "rank 0 has a different version: got 1, expected 5"),
         (SMALL, b"", "rank 0: "),
         (SMALL, b"\xc1", "rank 0: "),
         (SMALL, msgpack.packb([[["w", [1 << 62] * 65, None]], ["w"]]), "rank 0: "),
-        (SMALL, LARGE.table(), "rank 0 sent the table of another layout"),
+        (SMALL, LARGE.table(), "rank 0 sent the table of a different layout"),
         (SMALL, SMALL.table(), "the layout is larger than this server takes"),
     ],
 )

@@ -173,7 +173,7 @@ def test_who_has_no_certificate_that_is_taken(listener, folders, tmp_path, of_ra
 
 def test_a_certificate_without_the_secret(listener, run, caplog):
     caplog.set_level(logging.INFO, "gradengine.exchange")
-    told = "rank 1 has another secret"
+    told = "rank 1 has a different secret"
     refused(listener, run, run, told, told, secret="another secret of ranks")
     assert "rank 0 refuses a connection from 127.0.0.1: " in caplog.text
 
@@ -212,10 +212,10 @@ def test_whoever_is_between_two_ranks_with_a_certificate_and_no_secret_can_pass_
             return
         kind, told = second.error()
         assert kind is HandshakeRefused
-        assert "rank 1 has another secret" in told
+        assert "rank 1 has a different secret" in told
         assert "a proxy that decrypts TLS" in told
         clock.jump(listener.address)
-        assert "(last refused here: rank 1 has another secret" in first.error()[1]
+        assert "(last refused here: rank 1 has a different secret" in first.error()[1]
 
 
 @pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])

@@ -157,7 +157,7 @@ def test_a_payload_beyond_its_kinds_limit_is_refused_by_its_head(message, frame)
 
 @every_kind
 def test_a_kind_that_is_not_expected_is_refused_by_its_head(message, frame):
-    with pytest.raises(ProtocolError, match="another message"):
+    with pytest.raises(ProtocolError, match="wrong message"):
         heard(frame[:HEAD_BYTES], [kind for kind in _KINDS if kind != message[0]])
 
 

@@ -361,12 +361,12 @@ def refused(link, folder, words, **options):
 
 @fault("wrong secret")
 def wrong_secret(link, folder):
-    return refused(link, folder, "rank 1 has another secret", secret="another secret of all ranks")
+    return refused(link, folder, "rank 1 has a different secret", secret="another secret of all ranks")
 
 
 @fault("two jobs")
 def two_jobs(link, folder):
-    words = "rank 1 belongs to another job: got job='run 2', expected job='run 1'"
+    words = "rank 1 belongs to a different job: got job='run 2', expected job='run 1'"
     return refused(link, folder, words, job="run 2")
 
 
@@ -385,7 +385,7 @@ def replayed(link, folder):
         once_more.send("hello", *said)
         once_more.expect("nonce")
         once_more.send("proof", proved)
-        assert "rank 1 has another secret" in refusal_of(once_more)
+        assert "rank 1 has a different secret" in refusal_of(once_more)
         here.form()
     return "refused"
 
@@ -397,7 +397,7 @@ def oversized(link, folder):
             stranger = here.knock()
             stranger._socket.sendall(claim(kind, 2**32 - 1))
             told = refusal_of(stranger)
-            assert "too long" in told or "sent another message" in told
+            assert "too long" in told or "sent a wrong message" in told
         here.form()
     return "refused"
 

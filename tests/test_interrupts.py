@@ -545,7 +545,7 @@ class TestOneRankAlone:
 
         errors = on_ranks(work, 2)
         assert {type(error) for error in errors} == {HandshakeRefused}
-        assert all("is at another step" in str(error) for error in errors)
+        assert all("is at a different step" in str(error) for error in errors)
 
 
 class TestJoining:

@@ -90,9 +90,9 @@ Failures
   that is in the middle of a message then may name the one that closed.
 - A rank that waits for a part fails first, and names the rank at fault. A rank that waits for a sum fails later by a
   second and a tenth of the timeout, and one that waits in a gather by twice that. Sums and gathers depend on parts.
-- Ranks may name the wrong rank if they reach a step at more different times, or have different timeouts. The same can
+- Ranks may name the wrong rank if they reach a step further apart than that, or have different timeouts. The same can
   happen if a part of a share takes longer than the timeout. Only the owner sees its bytes arrive, and the ranks that
-  wait for the sum do not. A rank that is a step ahead names a rank that is still in the last step's gather, because it
+  wait for the sum do not. A rank that is a step ahead names a rank that is still in the last step's gather, since it
   cannot see which rank that one waits for.
 - A step is never continued in the middle. If no rank holds sums, the ranks meet in a new group and step again from
   their own parts. Otherwise `bind` reports to all of them that the window is lost.

@@ -1,4 +1,4 @@
-"""All-gather of small data over a link: all that ranks send each other besides their gradients."""
+"""All-gather of small data over a link, which carries all data that ranks exchange except their gradients."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from gradengine.errors import CallerError, ExchangeError, ProtocolError
 from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Memory, Transfer
 from gradengine.exchange.wire import MAX_SMALL_PAYLOAD, unpacked
 
-_HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # above an all-reduce's, whose last is 6 * 2**18 - 1
+_HEAD_TAG, _REST_TAG = (1 << 21) - 2, (1 << 21) - 1  # greater than all tags of an all-reduce, at most 6 * 2**18 - 1
 _LENGTH = 8  # bytes of a part's length, which is sent before the part
-_BIN_HEAD = 8  # at most so many bytes before each part in a hub's message, those before all parts included
-_ROOM = 4096 - _LENGTH  # bytes of data that are sent together with their length: enough for most gathers
+_BIN_HEAD = 8  # most bytes per part that a hub's message has in addition to the part
+_ROOM = 4096 - _LENGTH  # bytes of data that are sent together with their length, enough for most gathers
 
 
 @final
 class Gather:
-    """One rank's side of an all-gather: which transfers to make, and the parts received; no I/O, threads or clock.
+    """One rank's side of an all-gather: its transfers and the received parts; no I/O, threads or clock.
 
-    With a hub, the server of the group, each rank sends its part to the server, and receives all parts from it, the
-    server's own last: a msgpack array of bin.
+    The hub is the server of the group. With a hub, each rank sends its part to it and receives all parts from it as a
+    msgpack array of bin. The server's own part is the last.
 
     Args:
         rank: This rank, or the hub.
         world_size: Ranks in the group.
-        data: This rank's part, at most 1 MiB; see `refuse_long_part`.
-        hub: The number of the server that all parts are sent through, which is the world size.
+        data: This rank's part, at most 1 MiB (see `refuse_long_part`).
+        hub: The number of the server that relays all parts, which is the world size. None without a server.
 
     Example:
         >>> Gather(0, 1, b"mine").parts
@@ -40,7 +40,7 @@ class Gather:
     def __init__(self, rank: int, world_size: int, data: bytes, hub: int | None = None) -> None:
         self._rank, self._hub, self._count = rank, hub, world_size + (hub is not None)
         self._parts = {rank: data}
-        self._received: dict[int, Memory] = {}  # by rank: the length of its part, and then the part
+        self._received: dict[int, Memory] = {}  # memory for the length of each rank's part, and then the part
         self._outbox: list[Transfer] = []
         self._open: set[Completion] = set()
         is_by_hub = hub is not None and rank != hub
@@ -54,34 +54,34 @@ class Gather:
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts were received, and this rank's own was sent to all others."""
+        """Whether all parts were received, and this rank's own part was sent to all others."""
         return not self._open
 
     @property
     def parts(self) -> list[bytes]:
-        """Every rank's data, in rank order, and then the server's if there is one; once `is_done`."""
+        """The data of every rank, in rank order, and then the server's if there is one. Valid once `is_done`."""
         return [self._parts[rank] for rank in sorted(self._parts)]
 
     @property
     def awaited(self) -> list[int]:
-        """The ranks whose part is missing, or that have not taken this rank's own."""
+        """The ranks whose part is missing. If none is, the ranks that have not received this rank's part."""
         receives = {peer for kind, peer, _ in self._open if kind == RECEIVE}
         return sorted(receives or {peer for _, peer, _ in self._open})
 
     def transfers(self) -> list[Transfer]:
-        """The transfers to make now; each is returned once."""
+        """Return the transfers to make now, each of them once."""
         given, self._outbox = self._outbox, []
         return given
 
     def over(self, completion: Completion) -> None:
-        """Note that a transfer is over; raises `ProtocolError` for a rank that announces more than 1 MiB."""
+        """Record that a transfer is over. Raises `ProtocolError` for a rank that announces more than 1 MiB."""
         kind, peer, tag = completion
         if kind == RECEIVE:
             self._read(peer, tag)
-        self._open.remove(completion)  # last: a gather of which a part was refused is never done
+        self._open.remove(completion)  # This comes last, so that a gather with a refused part is never done.
 
     def _read(self, peer: int, tag: int) -> None:
-        """Read a piece of what a rank has sent."""
+        """Read the head or the rest of a rank's message."""
         received = self._received[peer]
         length = int(received[:_LENGTH].view("<i8")[0])
         if not 0 <= length <= self._most:
@@ -104,9 +104,9 @@ class Gather:
                 self._begin(SEND, other, _REST_TAG, message[_LENGTH + _ROOM :])
 
     def _take(self, peer: int, data: bytes) -> None:
-        """Take the part that a rank has sent, or all parts from the server."""
+        """Store the part of a rank, or all parts from the server."""
         if peer == self._hub:
-            parts = unpacked(data, "what the server has gathered")
+            parts = unpacked(data, "the server's list of parts")
             if not isinstance(parts, list) or [*map(type, parts)] != [bytes] * self._count:
                 got, expected = f"{len(parts)} parts" if isinstance(parts, list) else parts, f"{self._count} of bytes"
                 raise ProtocolError("the server did not send one part for each rank", got=got, expected=expected)
@@ -122,16 +122,16 @@ class Gather:
 
 
 def is_of_gather(tag: int) -> bool:
-    """Whether a transfer with this tag belongs to a gather, and not to an all-reduce."""
+    """Return whether a transfer with this tag belongs to a gather, and not to an all-reduce."""
     return tag >= _HEAD_TAG
 
 
 def packed(what: str, facts: object) -> bytes:
-    """One rank's facts for a gather, tagged with what they are; raises `CallerError` for facts that cannot be sent."""
-    refuse_other_kind("what is told", what, str)
+    """Return one rank's facts for a gather, with their name `what`. Raises `CallerError` if they cannot be sent."""
+    refuse_other_kind("the name of the facts", what, str)
     try:
         data: bytes = msgpack.packb([what, facts])
-        unpacked(data, "what is told")  # msgpack also packs what other ranks would refuse
+        unpacked(data, "the packed facts")  # msgpack also packs values that other ranks would refuse.
     except (TypeError, ValueError, OverflowError, ProtocolError) as fault:
         expected = "None, bool, int of 64 bits, float, str or bytes, in lists and in dicts with str keys"
         do = "convert scalars by float(x) and arrays by x.tolist()"
@@ -141,12 +141,12 @@ def packed(what: str, facts: object) -> bytes:
 
 
 def gathered(parts: Sequence[bytes]) -> list[Any]:
-    """Every rank's facts, in rank order; raises `ExchangeError` if a rank's tag is not rank 0's."""
+    """Return every rank's facts, in rank order. Raises `ExchangeError` if their name differs from rank 0's."""
     told: list[Any] = []
     for rank, part in enumerate(parts):
-        found = unpacked(part, f"what rank {rank} tells")
+        found = unpacked(part, f"the message of rank {rank}")
         if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], str):
-            raise ProtocolError(f"what rank {rank} tells has no name", got=found, expected="[text, facts]")
+            raise ProtocolError(f"the message of rank {rank} has no name", got=found, expected="[text, facts]")
         told.append(found)
         if found[0] != told[0][0]:
             what, expected = f"rank {rank} is out of sync with rank 0", said(told[0][0])
@@ -156,7 +156,7 @@ def gathered(parts: Sequence[bytes]) -> list[Any]:
 
 
 def refuse_long_part(data: bytes) -> None:
-    """Raise `CallerError` unless a part of a gather is bytes, and at most 1 MiB."""
+    """Raise `CallerError` unless a part of a gather is bytes, of at most 1 MiB."""
     refuse_other_kind("a part of a gather", data, bytes)
     if len(data) > MAX_SMALL_PAYLOAD:
         raise CallerError("too much to gather", got=f"{len(data)} bytes", expected=f"at most {MAX_SMALL_PAYLOAD}")

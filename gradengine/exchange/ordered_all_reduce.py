@@ -10,7 +10,7 @@ part is copied from the device before it is sent or summed. A share counts as su
 end of a copy is reported even if links are lost, so that an owner does not take half a sum for its part.
 
 A rank has a limited number of shares in flight. Shares start in one order, the same on all ranks, so that no rank waits
-for ever. The first share that is not summed everywhere has a row on every rank, so its owner receives all parts, and
+for ever. The first share that is not summed everywhere has a row on every rank. So its owner receives all parts, and
 each rank that has sent a part receives the sum. An owner has separate rows for its own shares, and memory for the parts
 of as many shares as a rank sends at a time. So no part ever waits for memory before a sum.
 
@@ -390,8 +390,8 @@ class OrderedAllReduce:
         arena, squares, pieces = self._sums[share.number]
         sources = [[part[piece] for piece in pieces] for part in parts]
         contributions = [Contribution.of_fp32(arena.whole, arrays) for arrays in sources]
-        # The sum goes to a scratch memory. In place, the part of a rank above 1 would be overwritten before it is read,
-        # and NaN and Inf in the rank's own part could not be found any more.
+        # The sum goes to a scratch memory. In place, the part of a rank above 1 would be overwritten before it is read.
+        # Also, NaN and Inf in the rank's own part could not be found any more.
         fold = FoldPass(arena.whole, arena.whole.all_present, contributions, [np.float32(1)] * self.world_size)
         self._kernels.accumulate(arena, fold, measure=True)
         squares[:] = arena.partials.values

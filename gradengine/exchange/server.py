@@ -1,4 +1,4 @@
-"""The server of a group: one thread, which waits for the group's ranks and sums for them, then for the next group's."""
+"""The server of a group: one thread that waits for the group's ranks, sums for them, and then serves the next group."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from gradengine.exchange.tls import certificates_of
 from gradengine.kernels import HostKernels
 from gradengine.layout import Span
 
-DEFAULT_BUCKET_BYTES = 1 << 21  # of what a server sums at a time: four of them are in flight
+DEFAULT_BUCKET_BYTES = 1 << 21  # bytes that a server sums at a time; four buckets are in flight
 
 
 @final
 class GradientServer(AbstractContextManager["GradientServer"]):
-    """Receives every worker's gradients, sums them in rank order and sends the sums back; it contributes none itself.
+    """Receives every worker's gradients, sums them in rank order and sends the sums back, without gradients itself.
 
     It has memory only for the few shares in flight, and serves one group after another until it is closed.
 
     Args:
         world_size: Workers in a group.
-        address: (host, port), port 0 for any free one; or the path of a Unix socket, for this user alone.
-        secret: The group's secret, of at least 16 characters; required beyond loopback.
-        job: The job's name; a worker of another job is refused, without any effect on the group. None: in each group
-            the job of the first worker that joins, since the server may have been started outside of the job.
-        timeout: Seconds without any progress after which a worker that others wait for is given up.
+        address: (host, port), where port 0 is any free one. Or the path of a Unix socket, for this user alone.
+        secret: The group's secret, of at least 16 characters; required unless the address is loopback.
+        job: The job's name. A worker of a different job is refused, without any effect on the group. None accepts in
+            each group the job of the first worker that joins, because the server may not run in the job.
+        timeout: Seconds without any progress after which a worker that others wait for counts as late.
         join_timeout: Seconds that the first worker waits for the others, and `serve` for the first worker.
-        bucket_bytes: Bytes that are summed at a time; changes no bit of the result.
-        max_arena_bytes: The largest arena of the workers' layout.
+        bucket_bytes: Bytes that are summed at a time. It changes no bit of the result.
+        max_arena_bytes: The most bytes that the arena of the workers' layout may have.
         tls: As for `connect`.
 
     Attributes:
         address: The address, with the actual port.
 
     Raises:
-        CallerError: An argument is out of range, the address cannot be bound, or it is beyond loopback and there is no
-            secret; or a file of TLS cannot be used.
+        CallerError: An argument is out of range, the address cannot be bound, or it is not loopback and there is no
+            secret. Or a file of TLS cannot be used.
 
     Example:
         >>> with GradientServer(world_size=2) as server:
@@ -61,7 +61,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         True
     """
 
-    __reduce_ex__ = not_copied("make one where it serves")
+    __reduce_ex__ = not_copied("make one in the process that serves")
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         self._most_bytes = whole_number("max_arena_bytes", max_arena_bytes, 1)
         self._is_closing = False
         self._ended: deque[BaseException | None] = deque(maxlen=1)  # the last group's error, until `serve` raises it
-        self._waits_since = math.inf  # in `serve`
-        self._hub: Hub | None = None  # of the group, once it has joined
+        self._waits_since = math.inf  # time at which `serve` was called, infinite if it does not wait
+        self._hub: Hub | None = None  # hub of the present group, None until its ranks have joined
         self._listener = Listener(address, secret)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._run, name="gradengine-server", daemon=True)
@@ -100,20 +100,20 @@ class GradientServer(AbstractContextManager["GradientServer"]):
 
     @property
     def step(self) -> int | None:
-        """The number of the group's open step; None before all workers have joined."""
+        """The number of the group's open step, or None before all workers have joined."""
         return None if self._hub is None else self._hub.step
 
     @property
     def workers(self) -> list[tuple[int, str, int, int]]:
-        """Each worker's rank, host, and bytes received from it and sent to it; none before all have joined."""
+        """The rank, host, and received and sent bytes of each worker. The list is empty before all have joined."""
         return [] if self._hub is None else self._hub.ranks.traffic()
 
     def serve(self) -> None:
         """Wait until all workers of one group have joined and left.
 
         Raises:
-            HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or
-                nobody came for `join_timeout`. Any other error of the server's thread is raised as it is.
+            HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or no
+                worker joined for `join_timeout`. Any other error of the server's thread is raised as it is.
         """
         self._waits_since = time.monotonic()
         try:
@@ -122,15 +122,15 @@ class GradientServer(AbstractContextManager["GradientServer"]):
         finally:
             self._waits_since = math.inf
         if self._is_closing:
-            raise PeerLost("the server was closed", do="make another one")
+            raise PeerLost("the server was closed", do="make a new one")
         fault = self._ended.popleft()
         if fault is not None:
             raise fault
 
     def close(self) -> None:
-        """Stop; workers that still wait get an error. May be called twice."""
+        """Stop the server. Workers that still wait get an error. May be called twice."""
         self._is_closing = True
-        self._thread.join()  # it looks several times a second whether it is to end
+        self._thread.join()  # The thread checks several times a second whether it should end.
         self._listener.close()
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +139,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
     # ---- its thread ----
 
     def _run(self) -> None:
-        """Serve one group after another, and keep for `serve` how each ended."""
+        """Serve one group after another, and keep the error of the last one for `serve`."""
         size, secret, tls = self._world_size, self._secret, self._tls
         while not self._is_closing:
             fault: BaseException | None = None
@@ -153,10 +153,10 @@ class GradientServer(AbstractContextManager["GradientServer"]):
             self._hub = None
             self._ended.append(fault)
             if fault is not None:
-                time.sleep(RETRY_SECONDS)  # the next group may fail at once too, for lack of descriptors perhaps
+                time.sleep(RETRY_SECONDS)  # The next group may also fail, for example for lack of descriptors.
 
     def _gives_up(self, since: float) -> bool:
-        """Whether nobody has come for too long, and `serve` waits to hear of it; raises `PeerLost` when closed."""
+        """Return whether `serve` waits and no worker joined for `join_timeout`. Raises `PeerLost` when closed."""
         if self._is_closing:
             raise PeerLost("the server was closed", do="reconnect on all ranks")
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout
@@ -164,14 +164,14 @@ class GradientServer(AbstractContextManager["GradientServer"]):
 
 @final
 class Hub(Pump):
-    """Serves one group over a link to all of its ranks: a pump whose gathers and steps begin as a rank begins them.
+    """A pump that serves one group over a link to all of its ranks. A rank begins each gather and each step.
 
-    It has memory only for the shares in flight. Gathers go through it too: in the first one the ranks are compared, as
-    in every group, and in the second one rank 0 sends its layout, which the server cuts into shares.
+    It has memory only for the shares in flight. Gathers also pass through it. In the first one the ranks are compared,
+    as in every group. In the second one rank 0 sends its layout, which the server cuts into shares.
 
     Args:
-        link: The server's link; closed at the end.
-        timeout: Seconds without a finished transfer after which a rank that others wait for is given up.
+        link: The server's link, which is closed at the end.
+        timeout: Seconds without a finished transfer after which a rank that others wait for counts as late.
         bucket_bytes: Bytes of a share.
         most_bytes: The largest arena of a layout.
         clock: The clock of all seconds here.
@@ -188,17 +188,17 @@ class Hub(Pump):
         self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
         self._hellos: list[Hello] = []
         self._spans: Sequence[Span] = ()
-        self._is_gathering = self._is_in_step = False  # whether a rank has begun the gather, or the step
+        self._is_gathering = self._is_in_step = False  # whether a rank has begun the gather or the step
         self._next_gather(packed_hello(Hello(bucket_bytes=bucket_bytes, most_bytes=most_bytes)))
 
     def serve(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Serve until all ranks have left, between two steps; or until `is_closing` returns True: it is called often.
+        """Serve until all ranks have left between two steps, or until `is_closing` returns True. It is called often.
 
         Raises:
-            PeerLost: A rank left that others wait for; names it.
-            DeadlineExceeded: A rank that others wait for was too late; names it.
+            PeerLost: A rank that others wait for has left. The error names it.
+            DeadlineExceeded: A rank that others wait for was too late. The error names it.
             HandshakeRefused: The ranks differ in a setting that must be the same.
-            ProtocolError: A rank sent what it should not, or it was damaged on the way.
+            ProtocolError: A rank sent an invalid message, or one that was damaged on the way.
         """
         try:
             while not (is_closing() or self._is_over()):
@@ -210,7 +210,7 @@ class Hub(Pump):
 
     @property
     def step(self) -> int | None:
-        """The number of the open step; None before the ranks have been compared."""
+        """The number of the open step, or None before the ranks were compared."""
         return None if self._all_reduce is None else self._all_reduce.step
 
     # ---- inside ----
@@ -230,9 +230,9 @@ class Hub(Pump):
             self._is_in_step = False
 
     def _begin(self) -> bool:
-        """Begin the transfers that are to be made now; returns whether there were any.
+        """Begin the transfers that are due. Return whether there were any.
 
-        Nothing is received for a gather or step that no rank has begun, so that a rank may leave before it.
+        The server receives nothing for a gather or step that no rank has begun, so that a rank may leave before it.
         """
         held = [is_of_gather(tag) for tag in self.ranks.held().values()]
         self._is_gathering = self._is_gathering or True in held
@@ -254,7 +254,7 @@ class Hub(Pump):
         refuse_differing(self._hellos, tables)
         layout, ranks, first = layout_of(0, tables[0]), self.ranks.world_size, self._hellos[0]
         if layout.fingerprint != first.layout:
-            what = "rank 0 sent the table of another layout"
+            what = "rank 0 sent the table of a different layout"
             raise ProtocolError(what, got=layout.fingerprint, expected=first.layout)
         refuse_large(layout, self._most_bytes)
         shares = shares_of(layout, ranks, self._bucket_bytes, owner=ranks)
@@ -263,13 +263,13 @@ class Hub(Pump):
         self._all_reduce.start(*self._spans)
 
     def _is_over(self) -> bool:
-        """Whether all ranks have left."""
+        """Return whether all ranks have left."""
         if len(self.ranks.gone()) < self.ranks.world_size:
             return False
         if self._all_reduce is None:
-            raise PeerLost("all ranks left before they had been compared", do="look at the ranks' own errors")
+            raise PeerLost("all ranks left before they were compared", do="look at the ranks' own errors")
         if self._is_gathering or self._is_in_step:
-            return False  # as the next turn finds
+            return False  # The next turn raises the error.
         self.ranks.refuse_unsaid()
         return True
 
@@ -281,7 +281,7 @@ class Hub(Pump):
             self._patience.look(waited, self.ranks, lambda: late)
 
     def _late(self) -> Late | None:
-        """Whom others wait for; None if nobody waits."""
+        """Return the ranks that others wait for, or None if no rank waits."""
         if self._is_in_step and (late := self._sums.awaited) is not None:
             ranks, what = [late[0]], f"{late[1]} in step {self.step}"
         elif self._is_gathering:

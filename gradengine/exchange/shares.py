@@ -1,7 +1,7 @@
-"""Cuts a layout for an all-reduce: into buckets in backward order, each cut into shares that one rank sums for all.
+"""Cut a layout for an all-reduce, into buckets in backward order, each cut into shares that one rank sums for all.
 
-A share is a run of whole chunks of the partial sums. Chunks depend on the layout alone, so the norm's bits depend
-neither on the bucket size nor on the number of ranks nor on who owns what.
+A share is a run of whole chunks of the partial sums. Chunks depend on the layout alone. So the bits of the norm do not
+depend on the bucket size, the number of ranks or the owners.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from gradengine.kernels.arena import chunks_of
 from gradengine.layout import GradientLayout, Span
 from gradengine.layout.slots import ALIGNMENT
 
-PlacedChunk: TypeAlias = tuple[int, int, int]  # start and stop in the arena, index among the layout's partial sums
+PlacedChunk: TypeAlias = tuple[int, int, int]  # start and stop in the arena, and index among the layout's partial sums
 
-MOST_BUCKET_BYTES = 1 << 30  # a share of that and a chunk fits a message of less than 4 GiB
-MOST_SHARES = 1 << 18  # six tags each: below 2**21, which every MPI library has
-_LEAST_SHARE = 1 << 14  # elements, 64 KB: of smaller shares messages cost more than the balance between owners gains
+MOST_BUCKET_BYTES = 1 << 30  # A share of this size and one more chunk fits a message of less than 4 GiB.
+MOST_SHARES = 1 << 18  # Each share has six tags, and every MPI library allows tags below 2**21.
+_LEAST_SHARE = 1 << 14  # elements (64 KB); messages of smaller shares cost more time than their balance saves
 
 
 class Share(NamedTuple):
-    """A range of the arena that one rank, the owner, sums for all ranks; `start` and `stop` count elements."""
+    """A range of the arena that one rank, the owner, sums for all ranks. `start` and `stop` count elements."""
 
-    number: int  # in backward order
-    owner: int  # the rank; the world size is the server's
+    number: int  # position in backward order
+    owner: int  # rank, or the world size for the server
     start: int
     stop: int
-    chunks: tuple[PlacedChunk, ...]  # in arena order; between them there is padding only
-    spans: int  # how many leading spans, in backward order, must be complete before the share can be sent
+    chunks: tuple[PlacedChunk, ...]  # chunks in arena order, with only padding between them
+    spans: int  # number of leading spans, in backward order, that must be complete before the share can be sent
 
     @property
     def size(self) -> int:
-        """Elements, padding between chunks included."""
+        """The number of elements, with the padding between chunks."""
         return self.stop - self.start
 
 
 def shares_of(
     layout: GradientLayout, world_size: int, bucket_bytes: int, *, owner: int | None = None
 ) -> tuple[Share, ...]:
-    """The layout's shares in backward order.
+    """Return the layout's shares in backward order.
 
     Args:
         layout: The layout of the arena that is reduced.
         world_size: Ranks in the group.
-        bucket_bytes: Buckets have at most so many bytes, or one chunk.
-        owner: The owner of all shares: a rank, or the server, whose number is the world size; None gives each rank
+        bucket_bytes: The most bytes of a bucket. A bucket of one chunk may have more.
+        owner: The owner of all shares, a rank or the server, whose number is the world size. None gives each rank
             about an equal share of each bucket.
 
     Raises:
@@ -60,7 +60,7 @@ def shares_of(
     shares: list[Share] = []
     for first, (spans, bucket) in enumerate(_buckets(layout, bucket_bytes // 4)):
         parts = _cut(bucket, world_size if owner is None else 1)
-        # Another rank begins each bucket: small buckets, and the largest share of each, go to all ranks in turn.
+        # The first owner changes with each bucket, so that all ranks own small buckets and the largest shares in turn.
         for k, part in enumerate(parts, start=first):
             rank = k % world_size if owner is None else owner
             shares.append(Share(len(shares), rank, part[0][0], part[-1][1], tuple(part), spans))
@@ -71,7 +71,9 @@ def shares_of(
 
 
 def rounds_of(shares: Sequence[Share]) -> list[list[Share]]:
-    """Shares that may be summed in one go: in each round side by side, ready together, and of other owners each.
+    """Return rounds of shares that may be summed in one go.
+
+    The shares of a round are consecutive, are ready together, and have different owners.
 
     Example:
         >>> [len(one) for one in rounds_of(shares_of(GradientLayout.of([(1 << 20,)]), 2, 1 << 21))]
@@ -88,11 +90,11 @@ def rounds_of(shares: Sequence[Share]) -> list[list[Share]]:
 
 @final
 class ReadyShares:
-    """The shares of a step that can be sent, in the same order on all ranks, in whatever order spans complete.
+    """The shares of a step that can be sent, in the same order on all ranks for any order of spans.
 
     Attributes:
         started: The keys of the spans that are complete.
-        count: How many leading shares can be sent.
+        count: The number of leading shares that can be sent.
     """
 
     def __init__(self, layout: GradientLayout, shares: Sequence[Share]) -> None:
@@ -101,12 +103,12 @@ class ReadyShares:
         self._leading = self.count = 0
 
     def restart(self) -> None:
-        """Begin another step, in which no span is complete."""
+        """Begin the next step, in which no span is complete yet."""
         self.started.clear()
         self._leading = self.count = 0
 
     def complete(self, span: Span) -> Sequence[Share]:
-        """Note that a span is complete, and return the shares that can now be sent."""
+        """Record that a span is complete, and return the shares that can now be sent."""
         self.started.add(span.key)
         while self._leading < len(self._spans) and self._spans[self._leading].key in self.started:
             self._leading += 1
@@ -117,15 +119,15 @@ class ReadyShares:
 
 
 def _buckets(layout: GradientLayout, size: int) -> list[tuple[int, list[PlacedChunk]]]:
-    """The chunks of each bucket in arena order, and how many leading spans must be complete for it.
+    """Return for each bucket the number of leading spans that it needs, and its chunks in arena order.
 
-    A bucket is a part of one span, or several small spans side by side.
+    A bucket is a part of one span, or several small adjacent spans.
     """
     buckets: list[tuple[int, list[PlacedChunk]]] = []
     for number, chunks in _chunks_of_spans(layout):
         if buckets:
             first, second = sorted((buckets[-1][1], chunks))
-            is_beside = second[0][0] - first[-1][1] < ALIGNMENT  # only padding is between them
+            is_beside = second[0][0] - first[-1][1] < ALIGNMENT  # Only padding is between them.
             if is_beside and second[-1][1] - first[0][0] <= size:
                 buckets[-1] = number, first + second
                 continue
@@ -135,7 +137,7 @@ def _buckets(layout: GradientLayout, size: int) -> list[tuple[int, list[PlacedCh
 
 
 def _chunks_of_spans(layout: GradientLayout) -> Iterator[tuple[int, list[PlacedChunk]]]:
-    """Each span that has elements: its place in backward order, counted from 1, and its chunks in arena order."""
+    """Yield the position in backward order, from 1, and the chunks in arena order of each span with elements."""
     counts = [len(chunks_of(slot.size)) for slot in layout.slots]
     first = dict(zip([slot.name for slot in layout.slots], itertools.accumulate(counts, initial=0), strict=False))
     for number, span in enumerate(layout.spans, start=1):
@@ -149,7 +151,7 @@ def _chunks_of_spans(layout: GradientLayout) -> Iterator[tuple[int, list[PlacedC
 
 
 def _runs(chunks: Sequence[PlacedChunk], ends: Callable[[PlacedChunk, PlacedChunk], bool]) -> list[list[PlacedChunk]]:
-    """Cut chunks into runs. `ends(first, chunk)` is whether the run that begins with `first` ends before `chunk`."""
+    """Cut chunks into runs. `ends(first, chunk)` returns whether the run from `first` on ends before `chunk`."""
     runs = [[chunks[0]]]
     for chunk in chunks[1:]:
         if ends(runs[-1][0], chunk):
@@ -159,7 +161,7 @@ def _runs(chunks: Sequence[PlacedChunk], ends: Callable[[PlacedChunk, PlacedChun
 
 
 def _cut(bucket: Sequence[PlacedChunk], most: int) -> list[list[PlacedChunk]]:
-    """At most so many runs of about equal size: each chunk goes to the run in which its middle is."""
+    """Return at most `most` runs of about equal size. Each chunk belongs to the run that contains its middle."""
     start, stop = bucket[0][0], bucket[-1][1]
     count = max(1, min(most, (stop - start) // _LEAST_SHARE))
 

@@ -77,4 +77,4 @@ def test_a_job_of_a_stranger_is_not_even_shown(listener):
         stranger.expect("abort")
     clock.jump(listener.address)
     _, told = first.error()
-    assert "(last refused here: rank 1 has another secret; " in told
+    assert "(last refused here: rank 1 has a different secret; " in told

@@ -63,4 +63,4 @@ def test_a_proof_that_is_sent_back_proves_nothing(listener):
         impostor.send("proof", *impostor.expect("proof"))
         kind, told = second.error()
         assert kind is HandshakeRefused
-        assert "rank 0 has another secret" in told
+        assert "rank 0 has a different secret" in told

@@ -205,7 +205,7 @@ class Schedule:
         steps, kinds = {rank.step for rank in alive}, {type(error) for error in errors}
         if len(steps) > 1:  # some ended the step while the last message to another was lost
             refused = [error for error in errors if isinstance(error, HandshakeRefused)]
-            is_known = kinds <= {PeerLost, HandshakeRefused} and all("at another step" in str(each) for each in refused)
+            is_known = kinds <= {PeerLost, HandshakeRefused} and all("different step" in str(each) for each in refused)
             if max(steps) - min(steps) > 1 or not is_known:
                 raise Wrong(f"ranks are at steps {sorted(steps)}: {errors}")
             return
@@ -371,7 +371,7 @@ class Rank:
         schedule.failures.append(error)
         if self.failing_since is None:
             self.failing_since = schedule.clock.now
-        self.refusals += isinstance(error, HandshakeRefused) and "is at another step" in str(error)
+        self.refusals += isinstance(error, HandshakeRefused) and "is at a different step" in str(error)
         if self.refusals > 2 or schedule.clock.now - max(self.failing_since, schedule.happened_at) > PATIENCE:
             self.ended = error
             return
