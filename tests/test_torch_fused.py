@@ -257,7 +257,7 @@ class TestRefused:
         module = net()
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         del optimizer._step_supports_amp_scaling
-        self.refused(module, optimizer, deferred(module), "got AdamW, expected .* that lets it scale; use engine")
+        self.refused(module, optimizer, deferred(module), "got AdamW, expected .* accepts a scale; use engine")
 
     @pytest.mark.parametrize("then", ["add", "window"])
     def test_a_result_that_is_out_of_date(self, then):

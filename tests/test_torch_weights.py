@@ -184,7 +184,7 @@ class TestBroadcast:
 
         def work(exchange):
             attached = attached_to(modules[exchange.rank], exchange)
-            with pytest.raises(CallerError, match=rf"'other' \(2,\).*{tensor}.* no memory"):
+            with pytest.raises(CallerError, match=rf"'other' \(2,\).*{tensor}.* cannot be sent"):
                 attached.broadcast()
             with torch.no_grad():
                 modules[exchange.rank].weight.fill_(1)

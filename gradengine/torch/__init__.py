@@ -1,7 +1,7 @@
-"""torch interface: clipping like torch's, a module's gradients into and out of an engine, hooks, fused optimizers.
+"""Interface to torch, with hooks, access to a module's gradients, clipping and fused optimizers.
 
-The only room that imports torch, and not imported by any other: `from gradengine.torch import ...`. On a GPU the
-engine's work waits for torch's current stream, and that stream for the engine's.
+Only this package imports torch, and no other package imports it. Import it with `from gradengine.torch import ...`. On
+a GPU the engine's work runs after the work on torch's current stream, and before later work on that stream.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Hooks that give an engine each gradient as backward makes it, and free it: the set never exists as a whole."""
+"""Hooks that add each gradient to an engine during backward and free it, so that not all gradients exist together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradengine.torch.weights import buffers_of, parameters_of, refuse_other_wei
 
 _current_graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-_note = MicroBatch.note  # before gradengine.torch keeps it from torch.compile: the hooks that call it are kept already
+_note = MicroBatch.note  # the original method, since `leave_untraced` later replaces it and the hooks need no wrapper
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _GIVEN = "_gradengine_given"  # attribute of each .grad that a step has set
 _MOST_SCALE = 2.0**64
@@ -39,21 +39,21 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
     """Register hooks that add each gradient of a module to an engine as backward makes it, and free `.grad`.
 
     Args:
-        module: The module of the engine's layout; its parameters are on the engine's device. For a wrapped module
-            (DistributedDataParallel, torch.compile) pass the inner one, if the layout is the inner module's.
-        engine: The engine; with `hold` > 1 the gradients are kept until they are folded.
-        alone: True if each rank of torch.distributed trains a model of its own. Otherwise, where there are several
-            ranks, an engine without an exchange refuses to step: DistributedDataParallel's sum is lost with `.grad`.
+        module: The module that the engine's layout was made from, with its parameters on the engine's device. For a
+            wrapped module (DistributedDataParallel, torch.compile) pass the inner one if the layout is the inner one's.
+        engine: The engine. With `hold` > 1 the engine keeps the gradients until it folds them.
+        alone: True if each rank of torch.distributed trains a different model. With False and several ranks the engine
+            needs an exchange, because freeing `.grad` discards the sum of DistributedDataParallel.
         main_grad: Give each parameter a `main_grad`, its view of the arena, for layers of TransformerEngine and
-            Megatron-LM that add weight gradients inside of their GEMM. Each backward needs a micro_batch() of
-            weight 1. `engine.step()` may be called, too, and leaves the result in `main_grad`.
+            Megatron-LM that add weight gradients in their GEMM. Each backward needs a `micro_batch()` of weight 1.
+            `engine.step()` is then allowed too and leaves the result in `main_grad`.
 
     Returns:
-        The object that begins micro-batches and steps. Keep it: without a reference to it, or after its `with`, the
-        hooks are removed.
+        The object that begins micro-batches and steps. Keep a reference to it. The hooks are removed when it is
+        garbage-collected and at the end of its `with`.
 
     Raises:
-        LayoutMismatch: The layout is not `layout_of(module)`: names the first parameter that differs.
+        LayoutMismatch: The layout is not `layout_of(module)`. The message names the first parameter that differs.
         CallerError: The engine is attached already, or a parameter has a `main_grad`.
 
     Example::
@@ -70,7 +70,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
     alone, main_grad = truth_value("alone", alone), truth_value("main_grad", main_grad)
     _refuse_other_layout(layout_of(module), engine.layout)
     if main_grad and engine.on_non_finite == "drop_micro_batch":
-        what = "with main_grad=True layers add to the sum themselves, and no micro-batch can be dropped"
+        what = "on_non_finite='drop_micro_batch' does not work with main_grad=True"
         raise CallerError(what, do="use on_non_finite='skip'")
     if any(other._engine is engine for other in _live):
         raise CallerError("the engine is attached to another module", do="remove() what attach() returned first")
@@ -79,44 +79,45 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
 
 @final
 class Attached(AbstractContextManager["Attached"]):
-    """A module whose gradients go into an engine as backward makes them; from `attach`.
+    """A module whose gradients are added to an engine during backward, made by `attach`.
 
-    A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with that backward. Between
-    micro-batches the engine may be called by hand, too.
+    A backward outside of `micro_batch` is a micro-batch of weight 1, which ends with that backward. The engine may
+    also be called directly between micro-batches.
     """
 
     def __init__(self, module: Parameters, engine: GradientEngine, *, alone: bool, main_grad: bool) -> None:
         self._module, self._engine, self._alone = module, engine, alone
         self._parameters: Mapping[str, torch.nn.Parameter] = trainable(module)
-        self._within: MicroBatch | None = None  # of the `with`
-        self._pauses = 0  # that are entered, one within another
-        self._of_backward: MicroBatch | None = None  # of a backward without a `with`,
-        self._backward = -1  # which has this number
-        self._old: dict[str, bool] = {}  # parameters with a .grad as backward came to them: whether it is an old one
+        self._within: MicroBatch | None = None  # the micro-batch of the open `with`
+        self._pauses = 0  # number of open `paused()` contexts, which may be nested
+        self._of_backward: MicroBatch | None = None  # the micro-batch of a backward outside of `micro_batch`
+        self._backward = -1  # autograd's id of that backward
+        self._old: dict[str, bool] = {}  # for parameters with a .grad before backward, whether it is an error
         self._orders, self._device = engine.layout.orders, engine.accumulator.kernels.device
         gpu = torch.device(self._device.name).index
         self._current_stream = (lambda: None) if gpu is None else partial(torch._C._cuda_getCurrentRawStream, gpu)
-        self._stream: int | None = None  # on which the gradients that are noted were made
-        self._compared: object = None  # over what the weights were found to be the same
-        self._scaler: Any = None  # that a step has updated,
-        self._scale_version = -1  # and how often its scale had been written to as the window began
-        _ = engine.accumulator.groups  # their tables go to a GPU now, not in the first backward
+        self._stream: int | None = None  # the stream that made the noted gradients
+        self._compared: object = None  # the exchange over which the weights compared equal
+        self._scaler: Any = None  # the scaler that the last step updated
+        self._scale_version = -1  # version counter of the scaler's scale at the start of the window
+        _ = engine.accumulator.groups  # copies their tables to a GPU now, not in the first backward
         self._main_grads = MainGrads(self._parameters, engine.accumulator.arrays()) if main_grad else None
         self._remove = weakref.finalize(self, self._made_hooks().close)
-        self._refusal = None if main_grad else self._remove  # of a bare engine.step(): it would leave each .grad None
+        self._refusal = None if main_grad else self._remove  # forbids a bare engine.step(), which sets no .grad
         engine.accumulator.state.hooks = self._refusal
         _live.add(self)
 
     def _made_hooks(self) -> ExitStack:
-        """Register the hooks, and return what removes them.
+        """Register the hooks, and return a stack whose `close` removes them.
 
-        They hold a weak reference: torch shows the garbage collector no hooks, and a parameter would keep itself alive.
+        The hooks hold a weak reference to this object. The garbage collector does not see torch's hooks, so that a
+        strong reference would keep the parameters alive.
         """
         hooks, own, made = (Attached._look, Attached._take, Attached._refuse_early), weakref.proxy(self), ExitStack()
         look, take, refuse = (partial(torch.compiler.disable(hook), own) for hook in hooks)
         made.callback(register_optimizer_step_post_hook(refuse).remove)
         for name, parameter in self._parameters.items():
-            # torch calls the first before it adds to `.grad`, and the second after.
+            # torch calls the first hook before it adds to `.grad`, and the second one after.
             made.callback(parameter.register_hook(partial(look, name)).remove)
             made.callback(parameter.register_post_accumulate_grad_hook(partial(take, name)).remove)
         if self._main_grads:
@@ -125,20 +126,20 @@ class Attached(AbstractContextManager["Attached"]):
 
     @contextmanager
     def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> Iterator[None]:
-        """A context in which all backward passes are one micro-batch; several gradients of a parameter are summed.
+        """Return a context in which all backward passes form one micro-batch, summing the gradients of a parameter.
 
-        An error in it before the first gradient changes nothing. After a later error, or Ctrl-C, the window takes no
-        more: `engine.discard()` drops it.
+        An error before the first gradient changes nothing. After a later error, or Ctrl-C, the window accepts no more
+        gradients until `engine.discard()` drops it.
 
         Args:
-            weight: What the micro-batch counts: 1, or its tokens.
-            last: Whether it is the window's last, whose blocks are sent to the other workers while backward runs; by
-                default as the engine's `micro_batches` says. Pass False if a parameter gets several gradients in it: by
-                several backward passes, or by reentrant checkpointing of a part that uses the parameter twice.
+            weight: The micro-batch's weight: 1, or its number of tokens.
+            last: Whether this is the window's last micro-batch, whose blocks are sent to the other workers while
+                backward runs. The default follows the engine's `micro_batches`. Pass False if a parameter gets several
+                gradients, from several backward passes or from reentrant checkpointing of a part that uses it twice.
 
         Raises:
-            WindowError: As `GradientEngine.micro_batch`; and at the end, if no parameter got a gradient.
-            CallerError: In step 0 the parameters of two ranks differ, as `step`.
+            WindowError: As `GradientEngine.micro_batch`, and also at the end if no parameter got a gradient.
+            CallerError: The parameters of two ranks differ in step 0, as in `step`.
 
         Example::
 
@@ -158,12 +159,14 @@ class Attached(AbstractContextManager["Attached"]):
             micro_batch.fail(type(fault))
             raise
         finally:
-            if self._within is micro_batch:  # an interrupt may have this run later, in another's `with`
+            if self._within is micro_batch:  # after an interrupt this may run later, within a different `with`
                 self._within = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which backward sets `.grad` as in plain torch: for another model's loss that runs through this.
+        """Return a context in which backward sets `.grad` as in plain torch.
+
+        Use it for the loss of a different model whose backward passes through this module.
 
         Example::
 
@@ -173,7 +176,7 @@ class Attached(AbstractContextManager["Attached"]):
         """
         if self._main_grads:
             do = "freeze the module, or give the other model's loss a module without main_grad"
-            raise CallerError("layers that add to main_grad do so also while attached is paused", do=do)
+            raise CallerError("paused() does not work with main_grad=True", do=do)
         self._pauses += 1
         try:
             yield
@@ -183,33 +186,34 @@ class Attached(AbstractContextManager["Attached"]):
     def step(self, *, scaler: Any = None, unscale: bool = True, partial: bool = False) -> StepResult:
         """Step the engine, and set each parameter's `.grad` to its result, for any optimizer.
 
-        If all parameters take fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch:
-        call `zero_grad()` after `optimizer.step()`. Else each is a new tensor of its parameter's dtype, rounded once. A
-        parameter that no worker used gets None, as in torch. After a step that the engine skips, by `on_non_finite` or
-        `on_spike`, all are None, so that `optimizer.step()` changes nothing. On a GPU this waits for the step.
+        If all parameters accept fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch.
+        Call `zero_grad()` after `optimizer.step()`. Otherwise each `.grad` is a new tensor of its parameter's dtype,
+        rounded once. A parameter that no worker used gets None, as in torch. After a step that the engine skips
+        (`on_non_finite`, `on_spike`) each `.grad` is None, so that `optimizer.step()` changes nothing. On a GPU this
+        call waits for the step.
 
         Args:
-            scaler: The torch.amp.GradScaler that scaled the window's losses, and those of no other model; the engine
-                has `on_non_finite="skip"`. The gradients are unscaled and the scaler is updated here, to 2**64 at
-                most: call `optimizer.step()` afterwards, and neither `scaler.step` nor `scaler.update`.
-            unscale: False if `scaler.step(optimizer)` and `scaler.update()` follow, as in a trainer, and where several
-                models share a scaler. Then `.grad` is clipped by the true norm and still multiplied by the scale, and
-                the engine has `on_non_finite="propagate"`: the scaler skips and is updated as usual.
+            scaler: The torch.amp.GradScaler that scaled the window's losses and no other model's losses. The engine
+                needs `on_non_finite="skip"`. This call unscales the gradients and updates the scaler, to at most 2**64.
+                Then call `optimizer.step()`, without `scaler.step` and `scaler.update`.
+            unscale: False if `scaler.step(optimizer)` and `scaler.update()` follow, as in a trainer, or if several
+                models share a scaler. Then `.grad` is clipped by the true norm and still multiplied by the scale. The
+                engine needs `on_non_finite="propagate"`, and the scaler skips and updates as usual.
             partial: As `GradientEngine.step`.
 
         Returns:
             The engine's result.
 
         Raises:
-            LayoutMismatch: A parameter was replaced or is in another memory format, or one requires gradients that did
-                not when the hooks were made.
-            CallerError: The scaler has scaled no loss, or serves another model; the engine's `on_non_finite` is another
-                than `scaler` needs; the hooks were removed; torch.distributed has several ranks, and the engine has no
-                exchange; or, in step 0, a parameter of two ranks differs, also a frozen one. `micro_batch` and backward
-                raise this, too: discard() a window that is open, and call `broadcast()` on all ranks.
-            GradientError: As `GradientEngine.step`; no `.grad` was set.
+            LayoutMismatch: A parameter was replaced, has a different memory format, or requires gradients now but did
+                not when the hooks were registered.
+            CallerError: The scaler has scaled no loss, or serves several models. The engine's `on_non_finite` does not
+                fit `scaler`. The hooks were removed. torch.distributed has several ranks, and the engine has no
+                exchange. In step 0 a parameter, frozen or not, differs between two ranks; `micro_batch` and backward
+                raise this too. Then discard() an open window, and call `broadcast()` on all ranks.
+            GradientError: As `GradientEngine.step`. No `.grad` was set.
 
-        An error after the engine's step, also of a function of `engine.on_step`, leaves the step broken: `discard()`.
+        After an error that follows the engine's step, such as one in a function of `engine.on_step`, call `discard()`.
 
         Example::
 
@@ -228,36 +232,38 @@ class Attached(AbstractContextManager["Attached"]):
         try:
             return self._handed_over(scaler, loss_scale, unscale=unscale, is_partial=partial)
         except BaseException:
-            if self._engine.current_step != step:  # the step was made, and not every .grad is set
+            if self._engine.current_step != step:  # the engine has stepped, but not every .grad is set
                 self._engine._reducer.break_off(step)
             raise
 
     def broadcast(self, *, buffers_only: bool = False) -> None:
-        """Copy rank 0's parameters and buffers to all ranks, in place; call it on all ranks, between windows.
+        """Copy rank 0's parameters and buffers to all ranks, in place.
 
-        It sends all parameters, frozen ones too, and all buffers, of any dtype and device. With a `tp_exchange` each
-        part of the model is sent from its first worker. Without another worker nothing is done.
+        Call it on all ranks, between windows. It sends all parameters, frozen ones too, and all buffers, of any dtype
+        and device. With a `tp_exchange` the first worker of each part of the model sends that part. With one worker
+        the call does nothing.
 
-        Call it before an optimizer copies the weights, as one with fp32 masters does. The optimizer's state is not
-        sent.
+        Call it before an optimizer copies the weights, as an optimizer with fp32 masters does. The optimizer's state
+        is not sent.
 
         Args:
-            buffers_only: Send the buffers alone: each rank's BatchNorm has statistics of its own data, before an
-                evaluation on all ranks.
+            buffers_only: Send only the buffers, for example before an evaluation on all ranks, because each rank's
+                BatchNorm has the statistics of its own data.
 
         Raises:
-            WindowError: A window is open; nothing has been sent.
-            LayoutMismatch: A rank's module has other names, dtypes or shapes than rank 0's; no rank has written.
-            ExchangeError: A rank is in another step, as one that alone loaded a saved state, or in another call.
-            CallerError: A tensor has no memory of its own, as on "meta"; or torch.distributed has several ranks, and
-                the engine has no exchange.
+            WindowError: A window is open. Nothing has been sent.
+            LayoutMismatch: A rank's module has different names, dtypes or shapes than rank 0's. No rank has written.
+            ExchangeError: A rank is in a different step, for example because only that rank loaded a saved state, or
+                in a different call.
+            CallerError: A tensor's bytes cannot be read, as on "meta". Or torch.distributed has several ranks, and the
+                engine has no exchange.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed, and some tensors may be rank 0's and some
-                the rank's own: call `engine.reconnect` and then this again, on all ranks.
+                the rank's own. Call `engine.reconnect` and then `broadcast` again, on all ranks.
 
         Example::
 
             attached = attach(model, engine)
-            attached.broadcast()  # each rank may have another seed; rank 0 may have loaded a checkpoint
+            attached.broadcast()  # each rank may have its own seed; rank 0 may have loaded a checkpoint
         """
         buffers_only = truth_value("buffers_only", buffers_only)
         self._refuse_lone_rank()
@@ -268,7 +274,7 @@ class Attached(AbstractContextManager["Attached"]):
             send_from_rank_0(engine.exchange, engine.tp_exchange, tensors, engine.current_step)
 
     def remove(self) -> None:
-        """Remove the hooks; the window stays as it is."""
+        """Remove the hooks. The window does not change."""
         self._remove()
         _live.discard(self)
 
@@ -278,9 +284,9 @@ class Attached(AbstractContextManager["Attached"]):
     # ---- in backward ----
 
     def _begun(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
-        """Make a micro-batch, and forget one that did not finish; note the scaler's version as a window begins."""
+        """Return a new micro-batch after failing an unfinished one, and record the scaler's version in a new window."""
         self._drop_unfinished()
-        self._refuse_other_weights()  # before the first block is sent, which could not be taken back
+        self._refuse_other_weights()  # must precede the first block that is sent, because sending cannot be undone
         if self._scaler is not None and not self._engine.has_open_window:
             self._scale_version = self._scaler._scale._version
         return self._engine.micro_batch(weight, last=last)
@@ -294,55 +300,55 @@ class Attached(AbstractContextManager["Attached"]):
         """Raise `WindowError` if a layer added to an open window outside of a micro-batch."""
         name = self._main_grads.take_stray() if self._main_grads else None
         if name is not None and self._engine.has_open_window:
-            self._engine.accumulator.state.now = State.BROKEN  # until discard()
+            self._engine.accumulator.state.now = State.BROKEN  # lasts until discard()
             what = f"the layer of '{name}' added to main_grad outside of micro_batch(), or in a backward that failed"
             raise WindowError(what, do="discard() the window; use torch.autograd.grad between windows")
 
     def _look(self, name: str, _: torch.Tensor) -> None:
-        """Note a `.grad` to which backward would add: torch.autograd.grad comes here too, and adds nothing."""
+        """Note a `.grad` to which backward would add; torch.autograd.grad also calls this hook but adds nothing."""
         old = self._parameters[name].grad
         self._old.pop(name, None)
-        # DistributedDataParallel leaves zeros after the sum of its own; given zeros lie in the engine's memory.
+        # Zeros that DistributedDataParallel leaves after its sum are allowed. Zeros that a step set are engine memory.
         if old is not None and not self._pauses:
             self._old[name] = hasattr(old, _GIVEN) or bool(old.any())
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Add a parameter's gradient, which torch has just set, and free `.grad`, or backward would add to it."""
+        """Add a parameter's gradient, which torch has just set, and free `.grad`, so that backward cannot add to it."""
         if self._pauses:
             return
         gradient, parameter.grad = parameter.grad, None
-        old = self._old.get(name)  # None: backward added to no memory of another's
+        old = self._old.get(name)  # None if backward made a new .grad
         if old:
             do = "call zero_grad() after each optimizer.step(); for another model's loss use `with attached.paused():`"
-            raise BufferRefused(f"parameter '{name}' has an old .grad, to which backward added", do=do)
+            raise BufferRefused(f"parameter '{name}' has an old .grad, and backward added to it", do=do)
         if gradient is None:
             raise BufferRefused(f"parameter '{name}' has no gradient any more", do="look for a hook that frees it")
         micro_batch = self._within or self._of_this_backward(name)
-        # With zero_out_wgrad the gradient holds what other uses of the parameter gave.
+        # With zero_out_wgrad the gradient holds the contributions of the parameter's other uses.
         if self._main_grads and takes_added(parameter) and not getattr(parameter, "zero_out_wgrad", False):
             micro_batch.note_added(name)
             return
-        if gradient.requires_grad:  # as create_graph makes it
+        if gradient.requires_grad:  # happens with create_graph=True
             gradient = gradient.detach()
         if name in self._orders or not parameter.is_contiguous():
             refuse_other_order(name, memory_order(parameter), self._orders.get(name))
             gradient = in_memory_order(gradient, parameter)
         stream = self._current_stream()
-        if stream != self._stream:  # torch orders work on other streams at the end of backward alone
+        if stream != self._stream:  # torch synchronizes the streams only at the end of backward
             self._add_noted(micro_batch)
             self._stream = stream
         if _note(micro_batch, name, gradient) or old is not None:
             self._add_noted(micro_batch)
 
     def _add_noted(self, micro_batch: MicroBatch) -> None:
-        """Add what is noted, on the stream that made it: torch may give freed memory to later work there at once."""
+        """Add the noted gradients on the stream that made them, where torch may reuse their freed memory."""
         with self._device.on(self._stream):
             micro_batch.add_noted()
 
     def _of_this_backward(self, name: str) -> MicroBatch:
-        """The micro-batch that the outermost backward began, which queues its end."""
+        """Return the outermost backward's micro-batch, which starts at the first gradient and has its end queued."""
         if self._main_grads:
-            what = f"with main_grad=True a backward, that of '{name}', ran outside of micro_batch()"
+            what = f"with main_grad=True the backward of '{name}' ran outside of micro_batch()"
             raise WindowError(what, do="discard() the window; then with attached.micro_batch(): loss.backward()")
         if self._of_backward and (_current_graph_task() == self._backward or _is_nested()):
             return self._of_backward
@@ -360,9 +366,9 @@ class Attached(AbstractContextManager["Attached"]):
             self._end(micro_batch)
 
     def _drop_unfinished(self) -> None:
-        """Forget the micro-batch of a backward that did not finish; the engine then refuses its window."""
+        """Fail the micro-batch of an unfinished backward, so that the engine accepts its window only for `discard`."""
         micro_batch, self._of_backward = self._of_backward, None
-        self._within = None  # of a `with` that an interrupt kept from being left
+        self._within = None  # may be left from a `with` that an interrupt ended
         if micro_batch is not None:
             micro_batch.fail(RuntimeError)
 
@@ -387,11 +393,11 @@ class Attached(AbstractContextManager["Attached"]):
         return result
 
     def _stepped(self, loss_scale: float | None, *, is_partial: bool) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
-        """The result, and each parameter's gradient in its own shape."""
+        """Step the engine, and return the result and each parameter's gradient in the parameter's shape."""
         dtypes = {name: grad_dtype_of(parameter) for name, parameter in self._parameters.items()}
         if all(dtype in (None, torch.float32) for dtype in dtypes.values()):
             state = self._engine.accumulator.state
-            state.hooks = None  # this step is not a bare one: its gradients are set below
+            state.hooks = None  # allows this step, because `_handed_over` sets each .grad after it
             try:
                 result = self._engine.step(loss_scale=loss_scale, partial=is_partial)
             finally:
@@ -402,7 +408,7 @@ class Attached(AbstractContextManager["Attached"]):
         return self._engine.step(out=out, loss_scale=loss_scale, partial=is_partial), made
 
     def _scale_of(self, scaler: Any, *, unscale: bool) -> float | None:
-        """Return the scale of the window's losses; None without a scaler, or if it is not enabled."""
+        """Return the scale of the window's losses, or None if there is no enabled scaler."""
         if scaler is None:
             return None
         refuse_lacking("scaler", scaler, ("is_enabled", "get_scale", "unscale_", "update"))
@@ -413,9 +419,9 @@ class Attached(AbstractContextManager["Attached"]):
             got, do = f"on_non_finite={self._engine.on_non_finite!r}", f'build the engine with on_non_finite="{needed}"'
             raise CallerError(f"the engine does not fit a GradScaler with unscale={unscale}", got=got, do=do)
         if not unscale and self._engine.on_spike is not None and self._engine.on_spike.action == "skip":
-            what, do = "scaler.step() cannot skip a spike: it fails without a .grad", 'use SpikePolicy("clip", ...)'
+            what, do = "scaler.step() fails without a .grad and cannot skip a spike", 'use SpikePolicy("clip", ...)'
             raise CallerError(what, do=do)
-        if getattr(scaler, "_scale", scaler) is None:  # torch makes it with the first loss
+        if getattr(scaler, "_scale", scaler) is None:  # torch makes the scale with the first loss
             raise CallerError("the scaler has scaled no loss", do="call scaler.scale(loss).backward()")
         if unscale and scaler is self._scaler and scaler._scale._version != self._scale_version:
             do = "step all models that share it with unscale=False and scaler.step(optimizer), then update() it once"
@@ -429,9 +435,9 @@ class Attached(AbstractContextManager["Attached"]):
         return skips_spikes or self._engine.on_non_finite in {"skip", "drop_micro_batch"}
 
     def _refuse_early(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise `WindowError` after an optimizer that moved none of its weights, since the window is still open.
+        """Raise `WindowError` after the step of an optimizer that moved no weight because the window is still open.
 
-        Not before it: its own hooks, or a closure, may step the engine.
+        The check runs after the optimizer, because the optimizer's hooks or a closure may step the engine.
         """
         if not self._engine.has_open_window:
             return
@@ -445,15 +451,15 @@ class Attached(AbstractContextManager["Attached"]):
         engine, group = self._engine, torch.distributed
         is_alone = engine.world_size == 1 and engine.tp_exchange is None and not self._alone
         if is_alone and group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            what = "torch.distributed has several ranks, and the engine no exchange: each would keep its own gradients"
-            do = "build the engine with exchange=connect(); or attach(..., alone=True) if each has its own model"
+            what = "torch.distributed has several ranks, and the engine has no exchange"
+            do = "build the engine with exchange=connect(), or pass alone=True if each rank has its own model"
             raise CallerError(what, do=do)
 
     def _refuse_other_weights(self) -> None:
-        """Raise `CallerError` if a rank's parameters are not rank 0's: in step 0, on all ranks alike.
+        """Raise `CallerError` on all ranks if in step 0 a rank's parameters are not rank 0's.
 
-        They compare once over each exchange, as a rank may join anew in step 0. With a `tp_exchange` they compare only
-        once, or a part whose exchange was replaced would wait for the parts whose was not.
+        The ranks compare once over each exchange, because a rank may join again in step 0. With a `tp_exchange` the
+        ranks compare only once. Otherwise a part with a replaced exchange would wait for the other parts.
         """
         engine = self._engine
         group = engine.exchange if engine.tp_exchange is None else True
@@ -474,12 +480,12 @@ _live: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def _is_compiled() -> bool:
-    """Whether compiled autograd runs the current backward, at whose end it calls nobody back."""
+    """Return whether compiled autograd runs the current backward, at whose end it runs no callbacks."""
     return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def _is_nested() -> bool:
-    """Whether the current backward runs inside another one, as in reentrant checkpointing."""
+    """Return whether the current backward runs inside another one, as in reentrant checkpointing."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _BACKWARD_OF_A_FUNCTION:
         frame = frame.f_back
@@ -498,10 +504,10 @@ def _refuse_other_layout(own: GradientLayout, layout: GradientLayout) -> None:
 
 
 def _update(scaler: Any, loss_scale: float, *, is_bad: bool) -> None:
-    """Update a scaler, by a stand-in for the optimizer whose gradient is finite, or is not."""
+    """Update a scaler through a dummy optimizer, whose gradient is Inf if `is_bad` and otherwise 0."""
     verdict = torch.zeros_like(scaler._scale, requires_grad=True)
     verdict.grad = torch.full_like(verdict, math.inf if is_bad else 0.0)
     scaler.unscale_(torch.optim.SGD([verdict], lr=0.0))
     scaler.update()
-    if loss_scale > _MOST_SCALE / 2:  # in bf16 nothing overflows, so that it would grow on and on
+    if loss_scale > _MOST_SCALE / 2:  # bf16 gradients do not overflow, so nothing else limits the scale
         scaler.update(min(float(scaler.get_scale()), _MOST_SCALE))

@@ -25,34 +25,33 @@ def clip_grad_norm_(
 
     Replaces `torch.nn.utils.clip_grad_norm_`, with these differences:
 
-    - The norm is computed in fp64 where fp32 would lose precision, and returned as float32; torch's has the gradients'
-      dtype. A norm too large for float32 is returned as Inf, and clipped by its true value.
+    - The norm is computed in fp64 if fp32 would lose precision, and returned as float32. torch's norm has the
+      gradients' dtype. A norm too large for float32 is returned as Inf, and clipped by its true value.
     - The scale is min(1, max_norm / norm), without torch's epsilon of 1e-6. Each element is multiplied once in fp32
       and rounded once. Nothing is written if the norm is within the bound.
-    - A norm that is NaN or Inf scales nothing, where torch would multiply every gradient by NaN or 0.
-    - A `max_norm` that is 0, negative or NaN, a norm other than the second, a parameter that is listed twice (torch
-      would count and scale its gradient twice), float64 and complex gradients, and gradients on several devices are
-      refused.
+    - A norm that is NaN or Inf scales nothing. torch would multiply every gradient by NaN or 0.
+    - A `max_norm` that is 0, negative or NaN and a norm other than the second raise an error, as do float64 and complex
+      gradients, gradients on several devices, and a parameter that is listed twice, which torch would scale twice.
 
     Args:
-        parameters: A tensor, or any iterable of them; those without `.grad` are skipped. Gradients are fp32, fp16 or
+        parameters: A tensor, or any iterable of tensors. Those without `.grad` are skipped. Gradients are fp32, fp16 or
             bf16, also mixed, on one device, dense in any order of their dimensions (channels_last, transposed).
-        max_norm: The bound, above 0; None clips nothing. torch takes 0, and makes each gradient zero.
-        norm_type: 2, the only one.
+        max_norm: The bound, above 0. None clips nothing. torch accepts 0, and makes each gradient zero.
+        norm_type: 2, the only supported norm.
         error_if_nonfinite: Raise if the norm is NaN or Inf. On a GPU this waits for the device, as in torch.
-        foreach: Ignored: all gradients are always clipped together.
+        foreach: Ignored, because all gradients are always clipped together.
 
     Returns:
-        The norm before clipping, a 0-d float32 tensor on the gradients' device; 0 on the CPU if there are none. On a
+        The norm before clipping, a 0-d float32 tensor on the gradients' device, or 0 on the CPU without gradients. On a
         GPU the host does not wait, except in the first call with gradients of these sizes.
 
     Raises:
-        BufferRefused: A gradient has gaps in memory, is sparse, of another dtype, device or tensor class, or shares
-            memory with another; it is named by its position: "parameters[3].grad".
+        BufferRefused: A gradient has gaps in memory, is sparse, has the wrong dtype, device or tensor class, or shares
+            memory with another. The message names its position, such as "parameters[3].grad".
         CallerError: `max_norm`, `norm_type` or `parameters` is not as above.
-        DeviceUnavailable: The device is a GPU, and what it needs is missing.
-        NonFiniteGradient: NaN or Inf, with `error_if_nonfinite`: names the first gradient, index and value. It is also
-            a RuntimeError, which is what torch raises. Nothing has been written.
+        DeviceUnavailable: The device is a GPU, and software that it needs is missing.
+        NonFiniteGradient: The norm is NaN or Inf, with `error_if_nonfinite`. The message names the first gradient,
+            index and value. It is also a RuntimeError, the class that torch raises. Nothing has been written.
 
     Example::
 
@@ -84,12 +83,12 @@ def _gradients_by_position(parameters: object) -> dict[str, torch.Tensor]:
         if gradient is not None:
             gradients[f"parameters[{position}].grad"] = gradient
     if position < 0 and isinstance(parameters, Generator):
-        warnings.warn("parameters is a generator with nothing left in it: nothing is clipped", stacklevel=3)
+        warnings.warn("parameters is an exhausted generator, and nothing is clipped", stacklevel=3)
     return gradients
 
 
 def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
-    """Clip the gradients; the norm in fp64, on their device."""
+    """Clip the gradients, and return their norm in fp64 on their device."""
     device = next(iter(gradients.values())).device
     views = {name: _plain(gradient, name) for name, gradient in gradients.items()}
     # On torch's current stream the kernels run between torch's work before and after, without events.
@@ -98,7 +97,7 @@ def _clip(gradients: Mapping[str, torch.Tensor], bound: float) -> torch.Tensor:
 
 
 def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the gradient without its graph, its dimensions in memory order."""
+    """Return the gradient without its graph and with its dimensions in memory order."""
     plain = gradient.detach() if gradient.requires_grad else gradient
     if type(plain) is not torch.Tensor:
         what = f"component '{name}' is a tensor subclass, whose memory may not hold its values"
@@ -108,11 +107,11 @@ def _plain(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _first_non_finite(gradients: Mapping[str, torch.Tensor]) -> NonFiniteGradient:
-    """Return the error that names the first bad element; no step and no window has it."""
+    """Return the error that names the first element that is not finite."""
     bad = {name: ~torch.isfinite(gradient).flatten() for name, gradient in gradients.items()}
     name = next(name for name, elements in bad.items() if elements.any())
     index = int(bad[name].nonzero()[0])
     error = NonFiniteGradient(name, index, float(gradients[name].flatten()[index]), step=0)
     error.what = f"the gradients' norm is not finite: '{name}' at index {index}"
-    error.do = "nothing was clipped; leave out this step, or pass error_if_nonfinite=False"
+    error.do = "skip this step, or pass error_if_nonfinite=False"
     return error

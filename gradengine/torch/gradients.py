@@ -1,4 +1,4 @@
-"""Passing a module's gradients to an engine and back, without a copy."""
+"""Functions that pass a module's gradients to an engine and back, without a copy."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
 
 
 def layout_of(module: Parameters) -> GradientLayout:
-    """The layout of a module's trainable parameters, in the order of `named_parameters()`; tied ones appear once.
+    """Return the layout of a module's trainable parameters, in the order of `named_parameters()`.
 
-    For a module it is `GradientLayout.of(module)`. Instead of a module every function here takes a list of parameters,
-    which are named by their position.
+    Tied parameters appear once. For a module the layout is `GradientLayout.of(module)`. Every function here also takes
+    a list of parameters instead of a module, and then names each by its position.
 
-    The dimensions of a dense parameter that is not contiguous (channels_last, transposed) are in memory order, in which
-    its gradient is accumulated, exchanged and handed back. The layout has that order: a model in another memory format
-    has another layout. `tensors_of` permutes them back.
+    A dense parameter that is not contiguous (channels_last, transposed) has its dimensions in memory order. Its
+    gradient is accumulated, exchanged and returned in that order. The order is part of the layout, so that a model in
+    a different memory format has a different layout. `tensors_of` permutes the dimensions back.
 
     Raises:
         CallerError: `module` is not a module.
-        LayoutMismatch: Nothing in it is trainable, or a lazy parameter has no shape yet.
-        BufferRefused: A parameter's gradients are not supported: float64, complex, sparse, a DTensor. One on the "meta"
-            device has a layout, but no gradients that could be added.
+        LayoutMismatch: No parameter is trainable, or a lazy parameter has no shape yet.
+        BufferRefused: A parameter's gradients are not supported (float64, complex, sparse, DTensor). A parameter on the
+            "meta" device has a layout, but its gradients cannot be added.
 
     Example::
 
@@ -46,21 +46,22 @@ def layout_of(module: Parameters) -> GradientLayout:
 
 
 def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, torch.Tensor | None]:
-    """A module's gradients by name, as `engine.add` takes them and `engine.step(out=...)` writes them; no copy.
+    """Return a module's gradients by name, without a copy, for `engine.add` or for `engine.step(out=...)`.
 
     Args:
         module: The module, whose trainable parameters are used.
-        allocate: Set a missing `.grad` to zeros, of the parameter's `grad_dtype`. Destinations need this:
-            `engine.step(out=...)` skips a None, though other micro-batches of the window may have used the parameter.
-            A parameter unused in the whole window then has zeros, which AdamW decays: `drop_unused` removes them.
+        allocate: Set a missing `.grad` to zeros of the parameter's `grad_dtype`. Destinations need this, because
+            `engine.step(out=...)` skips a None even if other micro-batches of the window used the parameter. A
+            parameter that no micro-batch used then has zeros, so that AdamW decays it unless you call `drop_unused`.
 
     Returns:
-        Name -> `.grad` of each trainable parameter, in `layout_of`'s order and shape: the tensor itself if the
-        parameter is contiguous, else a view; None without a gradient, which `engine.add` counts as zero.
+        Name -> `.grad` of each trainable parameter, in the order and shape of `layout_of`. The value is the tensor
+        itself if the parameter is contiguous, and otherwise a view. It is None, which `engine.add` counts as zero, if
+        there is no gradient.
 
     Raises:
         BufferRefused: A gradient was returned before and not cleared since, so that backward added to it. On a GPU this
-            check waits for the device if it must look whether the gradient is zero.
+            check waits for the device if it must check whether the gradient is zero.
 
     Example::
 
@@ -86,17 +87,17 @@ def gradients_of(module: Parameters, *, allocate: bool = False) -> dict[str, tor
 
 
 def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A step's gradients as tensors with the parameters' own shapes and strides; no copy.
+    """Return a step's gradients, without a copy, as tensors with the parameters' shapes and strides.
 
     Args:
-        module: The module of the engine's layout, by `layout_of`; its parameters may have any dtype.
-        gradients: `result.gradients`, or a deferred step's `result.sums`; valid until the next `engine.add`.
+        module: The module that the engine's layout was made from, by `layout_of`. Its parameters may have any dtype.
+        gradients: `result.gradients`, or a deferred step's `result.sums`. They are valid until the next `engine.add`.
 
     Returns:
-        Name -> tensor for each trainable parameter: a view with the gradients' dtype (float32) and on their device.
+        Name -> tensor for each trainable parameter. Each is a float32 view on the gradients' device.
 
     Raises:
-        LayoutMismatch: The gradients do not belong to this module's layout, or it is in another memory format now.
+        LayoutMismatch: The gradients do not fit this module's layout, or the module's memory format has changed.
 
     Example::
 
@@ -108,22 +109,22 @@ def tensors_of(module: Parameters, gradients: Mapping[str, Any]) -> dict[str, to
 
 
 def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool = False) -> None:
-    """Set each trainable parameter's `.grad` to a view of a step's result; no copy.
+    """Set each trainable parameter's `.grad` to a view of a step's result, without a copy.
 
-    For fp32 parameters, and in torch >= 2.10 for others whose `grad_dtype` is float32 or None. The views are valid
-    until the next `engine.add`. Call `module.zero_grad()` before the next backward, which would add to the engine's
-    memory. Parameters that no micro-batch of any worker used are left without a gradient, as torch leaves them, so that
-    AdamW does not decay them. If an error is raised nothing was set.
+    The parameters are fp32, or in torch >= 2.10 of any dtype with a `grad_dtype` of float32 or None. The views are
+    valid until the next `engine.add`. Call `module.zero_grad()` before the next backward, because backward would add to
+    the engine's memory. A parameter that no micro-batch of any worker used gets None, as in torch, so that AdamW does
+    not decay it. After an error no `.grad` was set.
 
     Args:
-        module: The module of the engine's layout, by `layout_of`.
-        result: From `engine.step()`. A deferred one is for `step_fused`.
+        module: The module that the engine's layout was made from, by `layout_of`.
+        result: The result of `engine.step()`. For a deferred result use `step_fused`.
         zero_unused: Give unused parameters zeros, for an optimizer that should decay them or needs every gradient.
 
     Raises:
-        BufferRefused: A parameter takes no fp32 gradient, or is on another device.
-        LayoutMismatch: The result is not of this module's layout.
-        CallerError: The engine has been called since, or the step was deferred: it left a sum.
+        BufferRefused: A parameter accepts no fp32 gradient, or is on a different device.
+        LayoutMismatch: The result does not fit this module's layout.
+        CallerError: The engine has been called since, or the step was deferred.
 
     Example::
 
@@ -136,18 +137,18 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
 
 
 def drop_unused(module: Parameters, result: StepResult) -> None:
-    """Set `.grad` to None for each parameter that no micro-batch of any worker used, as torch leaves it.
+    """Set `.grad` to None for each parameter that no micro-batch of any worker used, as in torch.
 
-    For gradients that a step wrote into `.grad`, which are zeros where unused; `give_gradients` does this by itself. If
-    an error is raised nothing was dropped.
+    A step that writes into `.grad` leaves zeros for such a parameter. `give_gradients` needs no `drop_unused`. After an
+    error no `.grad` was changed.
 
     Args:
-        module: The module of the engine's layout, by `layout_of`.
-        result: From `engine.step(out=gradients_of(module, allocate=True))`.
+        module: The module that the engine's layout was made from, by `layout_of`.
+        result: The result of `engine.step(out=gradients_of(module, allocate=True))`.
 
     Raises:
-        LayoutMismatch: The result is not of this module's layout.
-        CallerError: The engine has been called since: an unused parameter may have a gradient by now.
+        LayoutMismatch: The result does not fit this module's layout.
+        CallerError: The engine has been called since, so that an unused parameter may have a gradient now.
 
     Example::
 
@@ -165,26 +166,26 @@ def drop_unused(module: Parameters, result: StepResult) -> None:
 
 
 def _refuse_uncleared(gradients: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise `BufferRefused` for a gradient that was not cleared since it was last seen here; else note this time.
+    """Raise `BufferRefused` for a gradient that was not cleared since the last call, and otherwise note its version.
 
-    Backward adds to an existing `.grad`, which is one in-place change; clearing it in place is another. So if any
-    gradient changed twice, all were cleared; one that changed only once was not, unless it is zero: then it was cleared
-    and no backward reached it.
+    Backward adds to an existing `.grad` by one in-place change, and clearing it in place is a second one. So if any
+    gradient changed twice, all were cleared. If none did, a gradient that changed once was not cleared, unless it is
+    zero. In that case it was cleared and no backward reached it.
     """
     counted = {name: g for name, g in gradients.items() if g is not None and not g.is_inference()}
     changes = {name: g._version - getattr(g, TAKEN, g._version) for name, g in counted.items()}
     if max(changes.values(), default=0) == 1:
         for name, count in changes.items():
             if count == 1 and not _fills_flat_buffer(counted[name]) and counted[name].any():
-                what = f"parameter '{name}' was not cleared since an earlier micro-batch: backward adds to its .grad"
-                do = "discard() the window, and call zero_grad() before each backward; add() tensors of your own"
+                what = f"parameter '{name}' was not cleared since an earlier micro-batch, and backward added to it"
+                do = "discard() the window, and call zero_grad() before each backward"
                 raise BufferRefused(what, do=do)
     for gradient in counted.values():
         setattr(gradient, TAKEN, gradient._version)
 
 
 def _fills_flat_buffer(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is a view of a whole flat tensor, as in a DDP bucket of one parameter, which DDP copies."""
+    """Return whether a gradient is a view of a whole flat tensor, as is a DDP bucket of one parameter."""
     base = gradient._base
     return base is not None and base.ndim == 1 and base.numel() == gradient.numel()
 
@@ -193,19 +194,19 @@ def _fills_flat_buffer(gradient: torch.Tensor) -> bool:
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The tensor with its dimensions permuted to the memory order of `like`."""
+    """Return the tensor with its dimensions permuted to the memory order of `like`."""
     order = memory_order(like)
     return tensor if order is None else tensor.permute(order)
 
 
 def grad_dtype_of(parameter: torch.nn.Parameter) -> torch.dtype | None:
-    """The dtype that a parameter's gradient must have; None means any."""
+    """Return the dtype that a parameter's gradient must have, or None for any."""
     found: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)  # older torch has no grad_dtype
     return found
 
 
 def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, Any]) -> torch.Tensor:
-    """The gradient of that name with the parameter's shape and strides."""
+    """Return the gradient of that name with the parameter's shape and strides."""
     order = memory_order(parameter)
     ordered = parameter if order is None else parameter.permute(order)
     view = from_dlpack(gradients[name]) if name in gradients else None
@@ -222,22 +223,22 @@ def view_for(parameter: torch.nn.Parameter, name: str, gradients: Mapping[str, A
 
 
 def give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[str]) -> None:
-    """Set each parameter's `.grad` to a view of its gradient, or None if it is unused; all or, with an error, none."""
+    """Set each parameter's `.grad` to a view of its gradient, or to None if unused. After an error none is set."""
     parameters, views = trainable(module), tensors_of(module, gradients)
     for name, view in views.items():
         parameter, do = parameters[name], "use engine.step(out=gradients_of(module, allocate=True)), which rounds"
         if (taken := grad_dtype_of(parameter)) not in (None, view.dtype):
-            what = f"parameter '{name}' takes gradients of another dtype"
+            what = f"parameter '{name}' has the wrong dtype for its gradient"
             raise BufferRefused(what, got=view.dtype, expected=taken, do=do)
         if view.device != parameter.device:
-            what = f"parameter '{name}' is on another device than the engine"
+            what = f"parameter '{name}' is not on the engine's device"
             raise BufferRefused(what, got=parameter.device, expected=view.device)
     for name, parameter in parameters.items():
         parameter.grad = None if name in unused else views[name]
 
 
 def as_tensor(number: Any) -> torch.Tensor:
-    """A scalar of a result as a 0-d tensor, on a GPU without a copy or a wait."""
+    """Return a scalar of a result as a 0-d tensor, on a GPU without a copy or a wait."""
     if device_of(number) == "cpu":
         return torch.tensor(float(number), dtype=torch.float64, device="cpu")
     return from_dlpack(number)
@@ -247,5 +248,5 @@ def refuse_stale(result: StepResult) -> None:
     """Raise `CallerError` if the engine has been called since the step."""
     refuse_other_kind("result", result, StepResult, do="pass what engine.step() returned")
     if not result.is_current:
-        what = f"the result of step {result.step} is out of date: there was an add or a step of the engine since"
+        what = f"the result of step {result.step} is out of date, because the engine was called after that step"
         raise CallerError(what, do="use each result before the engine is called again")

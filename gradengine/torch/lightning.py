@@ -1,6 +1,6 @@
-"""Lightning's automatic optimization with an engine, which accumulates, sums over ranks, unscales and clips.
+"""A callback for Lightning's automatic optimization, by which an engine accumulates, sums, unscales and clips.
 
-Not imported by `gradengine.torch`: `from gradengine.torch.lightning import EngineCallback`.
+`gradengine.torch` does not import this module. Use `from gradengine.torch.lightning import EngineCallback`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["EngineCallback"]
 
 @final
 class EngineCallback(Callback):  # type: ignore[misc]
-    """A callback that gives an engine each gradient of `trainer.fit()`, and steps it before the optimizer.
+    """A callback that adds each gradient of `trainer.fit()` to an engine, and steps the engine before the optimizer.
 
     It wraps the closure that Lightning passes to the module's `optimizer_step`. The engine's state is in Lightning's
-    checkpoints, which may be made in the middle of a window: a resumed fit ends in the same bytes.
+    checkpoints, which may be made in the middle of a window. A resumed fit ends with the same bytes.
 
     Args:
-        engine: Built with `average="prescaled"`, under "16-mixed" also `on_non_finite="propagate"`; with several
-            ranks, with their exchange.
+        engine: An engine with `average="prescaled"`, under "16-mixed" also with `on_non_finite="propagate"`, and for
+            several ranks with an exchange over them.
 
     Raises:
-        CallerError: As `fit()` begins: optimization is manual, the engine divides again, `gradient_clip_val` is set,
-            the strategy accumulates, or its ranks are not those of the engine.
-        LayoutMismatch, BufferRefused: As `fit()` begins: as `attach`.
+        CallerError: `fit()` raises it if optimization is manual, the engine would divide again, `gradient_clip_val` is
+            set, the strategy accumulates, or its ranks are not the engine's.
+        LayoutMismatch, BufferRefused: Raised by `fit()`, as by `attach`.
 
     Example::
 
@@ -46,22 +46,22 @@ class EngineCallback(Callback):  # type: ignore[misc]
         trainer.fit(module, loader)
     """
 
-    result: StepResult | None = None  #: of the last step
+    result: StepResult | None = None  #: the result of the last step
 
     def __init__(self, engine: GradientEngine) -> None:
         refuse_other_kind("engine", engine, GradientEngine)
         self._engine = engine
-        self._fit = ExitStack()  # undoes at the end of a fit what its start did
+        self._fit = ExitStack()  # undoes the changes of `on_fit_start` at the end of a fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop the window that an interrupted run left; a checkpoint is loaded after this."""
+        """Drop the window that an interrupted run left, before Lightning loads a checkpoint."""
         self._engine.discard()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the engine to the module."""
         if not pl_module.automatic_optimization:
             do = "call attach() and attached.step() in the module, without this callback"
-            raise CallerError("a module with manual optimization steps by itself", do=do)
+            raise CallerError("the module uses manual optimization", do=do)
         if trainer.strategy.handles_gradient_accumulation:
             raise CallerError("the strategy accumulates gradients by itself", got=type(trainer.strategy).__name__)
         refuse_doing_twice(self._engine, "gradient_clip_val", trainer.gradient_clip_val)
@@ -72,13 +72,13 @@ class EngineCallback(Callback):  # type: ignore[misc]
         pl_module.optimizer_step = partial(_optimizer_step, pl_module.optimizer_step, finish)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: object) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._fit.close()
 
     on_exception = teardown  # after an exception Lightning does not call `teardown`
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state, as tensors."""
+        """Return the engine's state, as tensors."""
         return {name: torch.from_numpy(array) for name, array in self._engine.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class EngineCallback(Callback):  # type: ignore[misc]
         self._engine.load_state_dict(state_dict)
 
     def _finish(self, trainer: Trainer, attached: Attached, scaler: Any, closure: Callable[[], Any]) -> Any:
-        """Run the last micro-batch of a window, then the engine's step; what the micro-batch returned."""
+        """Run the last micro-batch of a window, then the engine's step, and return the micro-batch's output."""
         output = closure()
         if self._engine.has_open_window:
             self.result = attached.step(scaler=scaler, unscale=False, partial=True)

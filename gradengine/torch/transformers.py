@@ -1,6 +1,6 @@
-"""HF Trainer with an engine, which accumulates, sums over ranks, unscales and clips: a callback, without a subclass.
+"""A callback for HF Trainer, by which an engine accumulates, sums over ranks, unscales and clips.
 
-Not imported by `gradengine.torch`: `from gradengine.torch.transformers import EngineCallback`.
+`gradengine.torch` does not import this module. Use `from gradengine.torch.transformers import EngineCallback`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["EngineCallback"]
 
 @final
 class EngineCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that gives an engine each gradient of `trainer.train()`, and steps it where Trainer would clip.
+    """A callback that adds each gradient of `trainer.train()` to an engine, and steps the engine when Trainer clips.
 
-    Trainer still logs `grad_norm` (the engine's, before it clips), steps a GradScaler, and saves. A checkpoint is
-    always made between two windows, so it needs nothing of the engine. A window that an interrupted run left in the
-    engine is dropped when the next run begins.
+    Trainer still logs `grad_norm` (the engine's norm before clipping), steps a GradScaler, and saves. A checkpoint is
+    always made between two windows, so it needs no state of the engine. If an interrupted run left a window in the
+    engine, the next run drops it.
 
-    The trainer has `max_grad_norm=0`. It is found when its `train()` begins, by its own frame.
+    The trainer needs `max_grad_norm=0`. The callback finds the trainer in the call stack when `train()` begins.
 
     Args:
-        engine: Built with `average="prescaled"`, under fp16 also `on_non_finite="propagate"`; with several ranks, with
-            their exchange.
+        engine: An engine with `average="prescaled"`, under fp16 also with `on_non_finite="propagate"`, and for several
+            ranks with an exchange over them.
 
     Raises:
-        CallerError: Trainer was passed the class in place of an instance. As `train()` begins: the engine divides
-            again, Trainer clips too, DeepSpeed accumulates, or the ranks of Trainer are not those of the engine.
-        LayoutMismatch, BufferRefused: As `train()` begins: as `attach`.
+        CallerError: Trainer was passed the class in place of an instance. `train()` also raises it if the engine would
+            divide again, Trainer clips too, DeepSpeed accumulates, or Trainer's ranks are not the engine's.
+        LayoutMismatch, BufferRefused: Raised by `train()`, as by `attach`.
 
     Example::
 
@@ -51,17 +51,17 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         trainer.train()
     """
 
-    result: StepResult | None = None  #: of the last step
+    result: StepResult | None = None  #: the result of the last step
 
-    # Trainer calls a class that it is passed without arguments.
+    # `engine` has a default because Trainer calls a class in `callbacks` without arguments.
     def __init__(self, engine: GradientEngine = None) -> None:  # type: ignore[assignment]
         refuse_other_kind("engine", engine, GradientEngine, do="pass callbacks=[EngineCallback(engine)]")
         self._engine = engine
-        self._run = ExitStack()  # undoes at the end of a run what its start did
+        self._run = ExitStack()  # undoes the changes of `on_train_begin` at the end of a run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach the engine to the model."""
-        self._run.close()  # after a run that broke off
+        self._run.close()  # needed after a run that did not reach `on_train_end`
         trainer = _calling_trainer()
         if trainer.is_deepspeed_enabled:
             raise CallerError("DeepSpeed accumulates gradients by itself, and the engine would leave it none")
@@ -69,18 +69,18 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         leave_sum_to(self._engine, trainer.model_wrapped, args.world_size)
         self._engine.discard()
         self._attached = self._run.enter_context(attach(trainer.model, self._engine))
-        # What Trainer calls for a norm to log, right after the last backward.
+        # Trainer calls this method right after the last backward, for a norm to log.
         self._accelerator = trainer.accelerator
         self._accelerator.clip_grad_norm_ = self._norm
         self._run.callback(vars(self._accelerator).pop, "clip_grad_norm_")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Step the engine if Trainer asked for no norm, as before version 5."""
+        """Step the engine if Trainer computed no norm, as in versions before 5."""
         if self._engine.has_open_window:
             self._step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the run after a step that says stop, and save a checkpoint if Trainer saves any."""
+        """End the run if the step's result has `stop` set, and save a checkpoint if Trainer saves any."""
         if self.result is not None and self.result.stop:
             control.should_training_stop = True
             control.should_save |= args.save_strategy != "no"
@@ -90,7 +90,7 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
         self._run.close()
 
     def _norm(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Step the engine and return its norm, in place of Accelerate's."""
+        """Step the engine and return its norm, in place of Accelerate's method."""
         norm = as_tensor(self._step().norm)
         self._accelerator.unscale_gradients()
         return norm
@@ -101,7 +101,7 @@ class EngineCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _calling_trainer() -> Trainer:
-    """The trainer whose event this is: Trainer passes a callback the model, but neither itself nor its accelerator."""
+    """Return the calling trainer from the stack, because Trainer passes a callback the model but not itself."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), Trainer):
