@@ -223,16 +223,16 @@ class TestOtherStructure:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"a": [jnp.ones((2, 3))]}, r"lacks leaf 'a\.1'; give None for"),
-            ({"a": None}, r"lacks leaf 'a\.0' \(and 1 more\); give"),
+            ({"a": [jnp.ones((2, 3))]}, r"lacks leaf 'a\.1'; pass None for"),
+            ({"a": None}, r"lacks leaf 'a\.0' \(and 1 more\); pass"),
             ({"a": [jnp.ones((2, 3)), jnp.ones(4), jnp.ones(1)]}, r"unexpected leaf 'a\.2'$"),
             ({"d": jnp.ones(1), "e": None}, r"unexpected leaf 'd' \(and 1 more\)$"),
             ({"c": jnp.ones(6)}, r"'c' has the wrong shape: got \(6,\), expected None"),
             ({"b": Projection(jnp.ones(5), jnp.ones(1))}, r"'b\.bias' has the wrong shape: got \(1,\), expected None"),
             ({"a": [jnp.ones((3, 2)), jnp.ones(4)]}, r"'a\.0' .* got \(3, 2\), expected \(2, 3\)"),
             ({"a": [jnp.ones((2, 3)), 1.0]}, r"'a\.1' .* got float, expected \(4,\)"),
-            ({"a": (jnp.ones((2, 3)), jnp.ones(4))}, r"other containers: got PyTreeDef\({'a': \(\*, \*\)"),
-            ({"d": {}}, "other containers"),
+            ({"a": (jnp.ones((2, 3)), jnp.ones(4))}, r"wrong containers: got PyTreeDef\({'a': \(\*, \*\)"),
+            ({"d": {}}, "wrong containers"),
         ],
     )
     def test_refused_by_the_first_leaf_that_differs(self, change, says):

@@ -1,7 +1,7 @@
-"""JAX interface: pytrees of gradients to and from an engine, an engine inside an optax optimizer, clipping.
+"""Interface to JAX, with gradients as pytrees, an engine inside an optax optimizer, and clipping.
 
-The only room that imports JAX, and not imported by any other: `from gradengine.jax import ...`; the engine takes JAX
-arrays without it. optax is imported by `multi_steps` alone. An engine is called outside of `jax.jit`.
+Only this package imports JAX, and no other package imports it. Import it with `from gradengine.jax import ...`. The
+engine accepts JAX arrays without it. Only `multi_steps` imports optax. Call an engine outside of `jax.jit`.
 """
 
 from gradengine.jax.clipping import clip_by_global_norm

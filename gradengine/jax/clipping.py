@@ -15,23 +15,27 @@ from gradengine.kernels import ClipPlan, Decision, decide, kernels_for
 
 
 def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
-    """Clip a tree of gradients by its global norm; outside of jit, because it waits for the norm.
+    """Clip a tree of gradients by its global norm. Call it outside of jit, because it waits for the norm.
 
-    As in `optax.clip_by_global_norm` there is no epsilon. Unlike there, the norm is returned, and computed in fp64 if
-    fp32 would lose precision (optax: in the leaves' dtype, and fp16 overflows at a norm of 256); each element is
-    multiplied once (optax divides, then multiplies); and a norm of NaN or Inf scales nothing (optax: NaN or zeros).
+    As in `optax.clip_by_global_norm` there is no epsilon. The differences are:
+
+    - The norm is returned. It is computed in fp64 if fp32 would lose precision. optax computes it in the leaves' dtype,
+      and fp16 overflows at a norm of 256.
+    - Each element is multiplied once. optax divides, then multiplies.
+    - A norm of NaN or Inf scales nothing. With optax the result is NaN or zeros.
 
     Args:
-        tree: Arrays in fp32, fp16 or bf16, on one device or replicated. None leaves stay; an empty tree has norm 0.
-        max_norm: The bound, above 0; None clips nothing.
+        tree: Arrays in fp32, fp16 or bf16, on one device or replicated. None leaves stay. An empty tree has norm 0.
+        max_norm: The bound, above 0. None clips nothing.
 
     Returns:
-        A new tree in the leaves' dtypes, each element multiplied once in fp32 and rounded once (by JAX, whose CPU
-        backend flushes subnormals to zero), or the tree itself if there is nothing to clip; and the norm before it.
+        The clipped tree and the norm before clipping. The tree is new, in the leaves' dtypes. Each element is
+        multiplied once in fp32 and rounded once (by JAX, whose CPU backend flushes subnormals to zero). If there is
+        nothing to clip, it is the same tree.
 
     Raises:
         CallerError: `max_norm` is 0, negative or NaN.
-        BufferRefused: A leaf is traced, deleted, sharded over several devices, or of another dtype.
+        BufferRefused: A leaf is traced, deleted, sharded over several devices, or of an unsupported dtype.
         LayoutMismatch: Two paths give one name.
 
     Example:
@@ -47,7 +51,7 @@ def clip_by_global_norm(tree: Any, max_norm: float | None) -> tuple[Any, float]:
 
 
 def _decide(leaves: Leaves, bound: float) -> Decision:
-    """Norm and factor on the host, so that a factor of 1 needs no new tree."""
+    """Return norm and factor on the host, so that a factor of 1 needs no new tree."""
     kernels = kernels_for(_device_of(leaves.values()))
     views = kernels.device.views(list(leaves.values()), list(leaves))
     arena = kernels.arena(views)
@@ -56,7 +60,7 @@ def _decide(leaves: Leaves, bound: float) -> Decision:
 
 
 def _device_of(leaves: Iterable[Any]) -> str:
-    """The first leaf's device; "cpu" for a traced or sharded one, which `host_buffer` refuses."""
+    """Return the first leaf's device, or "cpu" for a traced or sharded one, which `host_buffer` rejects."""
     leaf = next(iter(leaves), None)
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
         return "cpu"

@@ -1,13 +1,13 @@
 """Conversion between pytrees of JAX arrays and an engine's components.
 
 A result's arrays are views of the engine's arena, which the next `add` overwrites, and JAX computes asynchronously. A
-view is safe if everything computed from it is ready before the next `add`; else take a copy
-(`GradientTree.tree(..., copy=True)`). In the usual loop everything is ready: `add` waits for the next gradients, which
-depend on the new parameters, and those on the old gradients. But nothing waits for other values computed from the
-gradients: a metric, or the update of a parameter that the loss does not use. Then call `jax.block_until_ready` on all
-of these before the next `add`. A jitted function returns new memory, also if its arguments are donated;
-`jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even `jax.dlpack.from_dlpack(view, copy=True)` may
-return the view's.
+view is safe if everything computed from it is ready before the next `add`. Otherwise take a copy
+(`GradientTree.tree(..., copy=True)`). In the usual loop everything is ready, because `add` waits for the next
+gradients. These depend on the new parameters, which depend on the old gradients. But nothing waits for other values
+computed from the gradients, such as a metric or the update of a parameter that the loss does not use. Call
+`jax.block_until_ready` on all such values before the next `add`. A jitted function returns new memory, even if its
+arguments are donated. `jnp.asarray`, `jax.device_put`, `.astype` to the same dtype and even
+`jax.dlpack.from_dlpack(view, copy=True)` may return the view's memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GradientTree:
     """Conversion between a pytree of gradients and the components of a layout.
 
     Args:
-        tree: The parameters, their gradients, or their `jax.eval_shape`: nested dicts, lists, tuples, NamedTuples or
-            any type registered with JAX. A leaf is a component, named by its path: "layers.0.wq". None is not a leaf,
-            and stays None.
+        tree: The parameters, their gradients, or their `jax.eval_shape`, in nested dicts, lists, tuples, NamedTuples or
+            any type registered with JAX. A leaf is a component, named by its path, such as "layers.0.wq". None is not
+            a leaf, and stays None.
 
     Attributes:
         layout: The layout, in the order of the tree's leaves.
@@ -61,13 +61,13 @@ class GradientTree:
         self._leaves = dict.fromkeys(leaves)  # the arrays themselves are not kept
 
     def gradients(self, tree: Any) -> dict[str, Any]:
-        """The leaves of a tree by component name, as `engine.add` takes them; no copy and no wait.
+        """Return the leaves of a tree by component name, for `engine.add`, without a copy or a wait.
 
         Args:
             tree: A tree of the same structure. None stands for a component without a gradient.
 
         Raises:
-            LayoutMismatch: A leaf is missing, unexpected or of another shape, or the tree has other containers.
+            LayoutMismatch: A leaf is missing, unexpected or of the wrong shape, or the tree has different containers.
         """
         leaves, structure = flattened(tree)
         if structure != self._structure:
@@ -79,13 +79,13 @@ class GradientTree:
         return {name: leaves[name] for name in self._shapes}
 
     def tree(self, gradients: Mapping[str, Any] | Sequence[Any], *, copy: bool = False) -> Any:
-        """A result's gradients as a tree of JAX arrays on the engine's device.
+        """Return a result's gradients as a tree of JAX arrays on the engine's device.
 
         Args:
             gradients: `result.gradients` (fp32 views of the arena, or the destinations of `step(out=...)`), or a
                 deferred step's `result.sums`.
             copy: False for views of the same memory, to be read before the next `add` (see this module's docstring).
-                True for copies, which are complete when this returns.
+                True for copies, which are complete when this call returns.
 
         Raises:
             LayoutMismatch: A component is missing or unknown.
@@ -99,35 +99,35 @@ class GradientTree:
 
     def _other_structure(self, leaves: Leaves, structure: Any) -> LayoutMismatch:
         if missing := [name for name in self._leaves if name not in leaves]:
-            what, do = f"the tree lacks leaf '{missing[0]}'{and_more(missing)}", "give None for a missing gradient"
+            what, do = f"the tree lacks leaf '{missing[0]}'{and_more(missing)}", "pass None for a missing gradient"
             return LayoutMismatch(what, do=do)
         if unexpected := [name for name in leaves if name not in self._leaves]:
             return LayoutMismatch(f"the tree has an unexpected leaf '{unexpected[0]}'{and_more(unexpected)}")
-        what = "the tree has its leaves in other containers"
+        what = "the tree has the wrong containers"
         return LayoutMismatch(what, got=str(structure), expected=str(self._structure))
 
 
 def flattened(tree: Any) -> tuple[Leaves, Any]:
-    """A tree's leaves by name, None included, and its structure."""
+    """Return a tree's leaves by name, None included, and its structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
     leaves: Leaves = {}
     for path, leaf in pairs:
         name = ".".join(map(_part, path)) if path else "gradient"  # a lone array has no path
         if name in leaves:
-            got, do = f"{jax.tree_util.keystr(path)} for the second", "rename one; a path's parts are joined by dots"
+            got, do = f"{jax.tree_util.keystr(path)} for the second", "rename one of them"
             raise LayoutMismatch(f"two paths of the tree give one name, '{name}'", got=got, do=do)
         leaves[name] = leaf
     return leaves, structure
 
 
 def _part(key: Any) -> str:
-    """A path entry as text: a dict's key, an index, an attribute."""
+    """Return a path entry (a dict's key, an index or an attribute) as text."""
     named = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
     return str(next(named, key))
 
 
 def viewed(name: str, array: Any) -> Any:
-    """A JAX array in the same memory; raises `BufferRefused` if JAX cannot read it in place."""
+    """Return a JAX array in the same memory, or raise `BufferRefused` if JAX cannot read it in place."""
     try:
         return jax.dlpack.from_dlpack(array)
     except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
