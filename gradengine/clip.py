@@ -1,9 +1,9 @@
-"""Fused clipping: norm -> scale -> apply, in place, on state that is allocated once.
+"""Fused clipping (norm -> scale -> apply), in place, on state that is allocated once.
 
-By default one global norm over everything; a plan may give blocks, components or named groups norms of their own. On a
-GPU norm and scale stay in device memory and nothing waits: three launches, which a CUDA graph may record (and for
-`clip_by_global_norm` a copy of the norm, which the next call does not overwrite). The clip scale is decided in
-`kernels/decision.py` (on a GPU in `finalise.cu`); the multiplication is the kernels' `hand_back`.
+By default there is one global norm. A plan may give each block, component or named group its own norm. On a GPU norm
+and scale stay in device memory, and the host does not wait. A clip makes three launches, which a CUDA graph may record.
+`clip_by_global_norm` also copies the norm, so that the next call does not overwrite it. The clip scale is decided in
+`kernels/decision.py` (on a GPU in `finalise.cu`). The kernels' `hand_back` multiplies.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Groups: TypeAlias = str | Mapping[str, str] | Callable[[Slot], str] | None
 MaxNorm: TypeAlias = float | Mapping[str, float | None] | None
 
 _NAMES_SHOWN = 9
-_REMEMBERED = 8  # sets of arrays, and sets of sizes, that a thread clips in turn
-_MOST_ELEMENTS = 1 << 40  # of one buffer: 4 TB of fp32
+_REMEMBERED = 8  # sets of arrays, and of sizes, that are cached for each thread
+_MOST_ELEMENTS = 1 << 40  # elements of one buffer, 4 TB in fp32
 
 
 @final
 class FusedClipState:
-    """The memory that clipping needs: partial sums for each buffer, and the last norm and scale.
+    """The memory for clipping, with partial sums for each buffer and the last norm and scale.
 
     One thread at a time may use it.
 
     Args:
         sizes: Elements of each buffer.
-        device: The buffers' device: "cpu", "cuda", "cuda:1", a torch.device, or kernels.
+        device: The buffers' device, as "cpu", "cuda", "cuda:1", a torch.device, or kernels.
 
     Attributes:
-        norm: The last global norm, before clipping; NaN until there is one. On a GPU a 0-d device array, which the next
-            clip overwrites; reading it (`float(state.norm)`) waits for the device, whatever stream is current.
-        scale: The last clip scale, 1 until there is one; on a GPU likewise a 0-d array.
+        norm: The last global norm, before clipping, or NaN before the first clip. On a GPU it is a 0-d device array,
+            which the next clip overwrites. Reading it (`float(state.norm)`) waits for the device, on any stream.
+        scale: The last clip scale, or 1 before the first clip. On a GPU it is also a 0-d array.
 
     Raises:
         CallerError: A size is not a whole number >= 0.
@@ -60,7 +60,7 @@ class FusedClipState:
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
 
-    __reduce_ex__ = not_copied("make another of the same sizes")
+    __reduce_ex__ = not_copied("make a new one of the same sizes")
 
     def __init__(self, sizes: Sequence[int], device: DeviceLike = "cpu") -> None:
         self.kernels = kernels_for(device)
@@ -88,20 +88,20 @@ class FusedClipState:
 def clip_gradients_fused(
     buffers: Sequence[object], max_norm: float | None, state: FusedClipState, stream: object | None = None
 ) -> None:
-    """Scale gradients in place so that their global norm is at most `max_norm`; norm and scale are kept in `state`.
+    """Scale gradients in place so that their global norm is at most `max_norm`, and keep norm and scale in `state`.
 
-    Nothing is written where the norm is within the bound, nor where it is NaN or Inf, which `state.norm` shows. A call
-    that was interrupted, as by Ctrl-C, leaves some gradients scaled and others not: compute them again.
+    Nothing is written if the norm is within the bound, or if it is NaN or Inf, which `state.norm` shows. If a call is
+    interrupted, for example by Ctrl-C, some gradients are scaled and others are not. Compute the gradients again.
 
     Args:
-        buffers: The gradients, of the number and sizes that `state` was made for; fp32, fp16 or bf16, writable,
-            contiguous.
-        max_norm: The bound, above 0; None clips nothing.
-        state: From `FusedClipState`.
-        stream: A GPU's stream (CuPy's, torch's, or a handle); the current CuPy stream by default.
+        buffers: The gradients, in fp32, fp16 or bf16, writable and contiguous. Their number and sizes are those that
+            `state` was made for.
+        max_norm: The bound, above 0. None clips nothing.
+        state: The clip state.
+        stream: A GPU's stream (CuPy's, torch's, or a handle), by default the current CuPy stream.
 
     Raises:
-        LayoutMismatch: Another number of buffers or another size.
+        LayoutMismatch: The number of buffers or a size is wrong.
         BufferRefused: A buffer cannot be written in place, or two overlap.
         CallerError: `max_norm` is 0, negative or NaN, or a stream is given on the CPU.
     """
@@ -115,14 +115,14 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     """Clip arrays in place by their global norm, and return the norm before clipping.
 
     Args:
-        arrays: A sequence, or a mapping by name; containers may be nested, as in a layout. fp32, fp16 or bf16, all on
-            one device, writable, contiguous.
-        max_norm: The bound, above 0; None clips nothing.
+        arrays: A sequence, or a mapping by name, of arrays in fp32, fp16 or bf16, all on one device, writable and
+            contiguous. Containers may be nested, as in a layout.
+        max_norm: The bound, above 0. None clips nothing.
 
     Returns:
-        The global norm before clipping, summed in more than fp32 whatever the arrays' dtype. On a GPU a 0-d device
-        array, to be read on the streams that are current at the call; only the first call with arrays of these sizes
-        waits for the device.
+        The global norm before clipping, summed in more than fp32 for every dtype. On a GPU it is a 0-d device array,
+        to be read on the streams that are current at the call. Only the first call with arrays of these sizes waits
+        for the device.
 
     Raises:
         BufferRefused: An array cannot be written in place, or two overlap.
@@ -154,7 +154,7 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
     kernels.device.wait_for(arena.in_place.producers)
     decision = _clip(arena, max_norm, state)
     note_written(given)
-    return decision.kept_norm()  # a copy: the next clip overwrites the state's norm
+    return decision.kept_norm()  # a copy, because the next clip overwrites the state's norm
 
 
 def _shown(names: Sequence[str | int]) -> list[str]:
@@ -162,7 +162,7 @@ def _shown(names: Sequence[str | int]) -> list[str]:
 
 
 class _Remembered(threading.local):
-    """A thread's clip states by sizes, which cost memory and a wait on a GPU, and the arrays that it clipped last."""
+    """A thread's clip states by sizes, which cost memory and a wait on a GPU, and the last arrays that it clipped."""
 
     def __init__(self) -> None:
         self.state_of = functools.lru_cache(maxsize=_REMEMBERED)(FusedClipState)
@@ -173,12 +173,12 @@ _remembered = _Remembered()
 
 
 def init_lora_fused_clip(workspace: object, device: DeviceLike | None = None) -> FusedClipState:
-    """Clip state for the six gradients of a LoRA block.
+    """Return a clip state for the six gradients of a LoRA block.
 
     Args:
-        workspace: A mapping or an object with `lora_a_q lora_b_q lora_a_v lora_b_v input_norm post_attn_norm`; one
-            that is empty, None or absent is skipped.
-        device: The gradients' device; by default that of the first one.
+        workspace: A mapping or an object with `lora_a_q lora_b_q lora_a_v lora_b_v input_norm post_attn_norm`. A
+            gradient that is empty, None or absent is skipped.
+        device: The gradients' device, by default that of the first one.
 
     Raises:
         LayoutMismatch: All six are absent or empty.
@@ -210,7 +210,7 @@ def clip_lora_gradients_fused(workspace: object, max_norm: float | None, state: 
 
 
 def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -> tuple[ClipPlan, tuple[str, ...]]:
-    """A plan that says which slots share a norm and each group's bound, and the groups' names in the plan's order.
+    """Return the plan of the slots that share a norm and of each group's bound, and the groups' names in its order.
 
     `groups` is None for one global norm, "block" for one in each block (components outside share the group "rest"),
     "component" for one in each component, a mapping component name -> group name, or a function slot -> group name.
@@ -229,12 +229,12 @@ def clip_plan(slots: Sequence[Slot], max_norm: MaxNorm, groups: Groups = None) -
 
 
 def bounds_of_groups(max_norm: MaxNorm, names: Iterable[str]) -> tuple[float, ...]:
-    """Return each group's bound, infinity for None; raises `CallerError` if one is missing or unknown, 0 or NaN."""
+    """Return each group's bound, infinity for None. Raises `CallerError` if one is missing or unknown, 0 or NaN."""
     bounds = {name: _bound(max_norm, name) for name in names}
     unknown = [name for name in max_norm if name not in bounds] if isinstance(max_norm, Mapping) else []
     if unknown:
         expected = ", ".join(map(str, itertools.islice(bounds, _NAMES_SHOWN)))
-        raise CallerError(f"max_norm has a bound for {said(unknown[0])}, which is no group", expected=expected)
+        raise CallerError(f"max_norm has a bound for {said(unknown[0])}, which is not a group", expected=expected)
     return tuple(bounds.values())
 
 
@@ -271,11 +271,11 @@ def _bound(max_norm: MaxNorm, group: str) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float:
-    """The bound as a float, infinity for None; raises `CallerError` if it is 0, negative, NaN or not a number."""
+    """Return the bound as a float, infinity for None. Raises `CallerError` if it is not a number above 0."""
     bound = math.inf if max_norm is None else as_float(max_norm)
-    if not bound > 0:  # written so that NaN is refused
-        # Frameworks (HF Trainer, Lightning) take 0 for "no clipping"; as a bound it would stop training without a word.
-        do = "to switch clipping off pass None: a bound of 0 would make each gradient zero" if bound == 0 else None
+    if not bound > 0:  # NaN takes this branch too
+        # HF Trainer and Lightning read 0 as "no clipping". A bound of 0 would stop training without an error.
+        do = "pass None to switch clipping off" if bound == 0 else None
         raise out_of_range("max_norm", max_norm, "a number above 0, or None to clip nothing", do=do)
     return bound
 
@@ -293,12 +293,12 @@ def _clip(arena: Arena, max_norm: float | None, state: FusedClipState) -> Decisi
 def _clip_named(buffers: Mapping[str, object], max_norm: float | None, state: FusedClipState) -> None:
     names, given, sizes = list(buffers), list(buffers.values()), state.partials.sizes
     if len(given) != len(sizes):
-        what = "another number of buffers than the clip state was made for"
+        what = "the number of buffers is not that of the clip state"
         raise LayoutMismatch(what, got=len(given), expected=len(sizes))
     views = state.kernels.device.writable_views(given, names)
     for view, name, size in zip(views, names, sizes, strict=True):
         if view.size != size:
-            what = f"{name} has another size than the clip state was made for"
+            what = f"{name} has the wrong size for the clip state"
             raise LayoutMismatch(what, got=view.size, expected=size)
     _refuse_overlap(views, names)
     _clip(Arena(tuple(views), state.partials), max_norm, state)
@@ -310,12 +310,12 @@ def _refuse_overlap(views: Sequence[Buffer], names: Sequence[str]) -> None:
     if pair is not None:
         raise BufferRefused(
             f"'{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
-            do="pass each gradient once, or it would be counted and scaled twice",
+            do="pass each gradient once",
         )
 
 
 def _refuse_lone_array(arrays: object) -> None:
-    """Raise `CallerError` for a single array: iterated over, its elements would be taken for 0-d arrays."""
+    """Raise `CallerError` for a single array, whose elements would be taken for 0-d arrays."""
     if hasattr(arrays, "shape") or not isinstance(arrays, (Mapping, Iterable)):
         raise CallerError(
             "gradients must be given in a list, or by name",

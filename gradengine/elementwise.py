@@ -1,8 +1,8 @@
-"""Single-buffer operations on raw arrays and pointers: add, scale, fill, cast. On a GPU one ElementwiseKernel each.
+"""Operations on single arrays and pointers (add, scale, fill, cast), each one ElementwiseKernel on a GPU.
 
-For tensors outside any layout: one contiguous tensor at a time, in fp32, fp16 or bf16. CuPy's ElementwiseKernel takes
-strided and broadcast operands, these do not. Arithmetic is in fp32, each operation rounded once, with the same bits on
-either device; the fused kernels do the same for a whole gradient set in one launch.
+They are for tensors outside of a layout, one contiguous tensor at a time, in fp32, fp16 or bf16. They accept no strided
+or broadcast operands. Arithmetic is in fp32, and each operation rounds once, with the same bits on CPU and GPU. The
+fused kernels do the same for a whole gradient set in one launch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def add(
     device: DeviceLike | None = None,
     stream: object | None = None,
 ) -> None:
-    """Add in place, target += weight * source: the product rounded to fp32, then the sum.
+    """Add in place, target += weight * source, with the product rounded to fp32, then the sum.
 
     Args:
-        target: fp32, writable; an array or a `RawBuffer`.
-        source: As many elements, fp32, fp16 or bf16.
-        weight: Used as fp32; exactly 1 multiplies nothing.
-        device: The buffers' device; by default that of `target`.
-        stream: A GPU's stream; the current CuPy stream by default.
+        target: A writable fp32 array or `RawBuffer`.
+        source: An array or `RawBuffer` with as many elements, in fp32, fp16 or bf16.
+        weight: The factor, rounded to fp32. Exactly 1 multiplies nothing.
+        device: The buffers' device, by default that of `target`.
+        stream: A GPU's stream, by default the current CuPy stream.
 
     Raises:
         BufferRefused: A buffer's dtype, device, strides or memory is not supported, or the two overlap in part.
-        LayoutMismatch: Another number of elements.
+        LayoutMismatch: The numbers of elements differ.
         CallerError: The weight is not a number.
 
     Example:
@@ -68,13 +68,13 @@ def add(
 
 
 def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
-    """Multiply in place, buffer *= factor: rounded to fp32, then to the buffer's dtype; exactly 1 writes nothing.
+    """Multiply in place, buffer *= factor, with the product rounded to fp32, then to the buffer's dtype.
 
     Args:
-        buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
-        factor: Used as fp32.
-        device: The buffer's device; by default the one that it names itself.
-        stream: A GPU's stream; the current CuPy stream by default.
+        buffer: A writable array or `RawBuffer` in fp32, fp16 or bf16.
+        factor: The factor, rounded to fp32. Exactly 1 writes nothing.
+        device: The buffer's device, by default the one that the buffer names.
+        stream: A GPU's stream, by default the current CuPy stream.
 
     Raises:
         BufferRefused: The buffer cannot be written in place.
@@ -100,10 +100,10 @@ def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stre
     """Set every element to `value`, rounded to fp32 and then to the buffer's dtype.
 
     Args:
-        buffer: fp32, fp16 or bf16, writable; an array or a `RawBuffer`.
+        buffer: A writable array or `RawBuffer` in fp32, fp16 or bf16.
         value: The number that is written.
-        device: The buffer's device; by default the one that it names itself.
-        stream: A GPU's stream; the current CuPy stream by default.
+        device: The buffer's device, by default the one that the buffer names.
+        stream: A GPU's stream, by default the current CuPy stream.
 
     Raises:
         BufferRefused: The buffer cannot be written in place.
@@ -129,20 +129,20 @@ def fill(buffer: object, value: float, *, device: DeviceLike | None = None, stre
 def cast(
     source: object, destination: object, *, device: DeviceLike | None = None, stream: object | None = None
 ) -> None:
-    """Copy, destination = source in the destination's dtype: widened exactly, or rounded to nearest, ties to even.
+    """Copy source to destination in the destination's dtype, widened exactly or rounded to nearest, ties to even.
 
-    NaN stays NaN, a signalling one too: 0x7fc0 in bf16, and in fp16 and fp32 with whatever sign and payload the device
-    gives it.
+    NaN stays NaN, also a signalling NaN. In bf16 it is 0x7fc0. In fp16 and fp32 its sign and payload depend on the
+    device.
 
     Args:
-        source: fp32, fp16 or bf16; an array or a `RawBuffer`.
-        destination: As many elements, writable.
-        device: The buffers' device; by default that of `destination`.
-        stream: A GPU's stream; the current CuPy stream by default.
+        source: An array or `RawBuffer` in fp32, fp16 or bf16.
+        destination: A writable array or `RawBuffer` with as many elements, in fp32, fp16 or bf16.
+        device: The buffers' device, by default that of `destination`.
+        stream: A GPU's stream, by default the current CuPy stream.
 
     Raises:
         BufferRefused: A buffer's dtype, device, strides or memory is not supported, or the two overlap in part.
-        LayoutMismatch: Another number of elements.
+        LayoutMismatch: The numbers of elements differ.
 
     Example:
         >>> short = np.empty(2, np.float16)
@@ -160,13 +160,13 @@ def cast(
 
 
 def _converted(how: str, value: str, buffer: Buffer) -> str:
-    """The code of a value that is "widened" from a buffer's dtype to fp32, or "rounded" to it."""
+    """Return the code of a value that is "widened" from a buffer's dtype to fp32, or "rounded" to it."""
     is_fp32 = buffer.dtype == "float32"
     return value if is_fp32 else f"gradengine::{how}({value}, gradengine::{buffer.dtype.upper()})"
 
 
 def _fp32(name: str, value: float) -> np.float32:
-    """The number rounded to fp32; infinity and NaN are numbers here."""
+    """Return the number rounded to fp32, which may be infinity or NaN."""
     number = as_number(value)
     if number is None:
         raise CallerError(f"{name} is not a number", got=said(value), expected="a number")
@@ -187,7 +187,7 @@ def _pair(kernels: Kernels, destination: object, source: object) -> tuple[Buffer
 def _run(
     kernels: CudaKernels, name: str, element: str, target: Buffer, source: Buffer | None = None, **scalars: np.float32
 ) -> None:
-    """Run target[i] = element, an expression of the source's element and the scalars by their names."""
+    """Run target[i] = element, an expression of the source's element and of the scalars by their names."""
     if not target.size:
         return
     read = [] if source is None else [source]

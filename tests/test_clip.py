@@ -242,10 +242,10 @@ class TestRefusals:
 
     def test_a_state_of_others(self):
         one = np.ones(3, np.float32)
-        with pytest.raises(LayoutMismatch, match="another number of buffers") as refusal:
+        with pytest.raises(LayoutMismatch, match="number of buffers") as refusal:
             clip_gradients_fused([one], 1.0, FusedClipState([3, 4]))
         assert (refusal.value.got, refusal.value.expected) == (1, 2)
-        with pytest.raises(LayoutMismatch, match=r"buffers\[1\] has another size") as refusal:
+        with pytest.raises(LayoutMismatch, match=r"buffers\[1\] has the wrong size") as refusal:
             clip_gradients_fused([one, np.ones(5, np.float32)], 0.1, FusedClipState([3, 4]))
         assert (refusal.value.got, refusal.value.expected) == (5, 4)
         assert (one == 1).all()
@@ -266,8 +266,8 @@ class TestRefusals:
         yield [*good[:-1], device.put(np.ones((12, 2), np.float32))[:, 0]], r"'buffers\[5\]' is not contiguous"
         yield [*good[:-1], raw(pointer, writable=False)], r"'buffers\[5\]' is read-only"
         yield [*good[:-1], raw(pointer, device="cuda:7")], r"'buffers\[5\]' is on another device"
-        yield good[:-1], "another number of buffers"
-        yield [*good[:-1], last[:2]], r"buffers\[5\] has another size"
+        yield good[:-1], "number of buffers"
+        yield [*good[:-1], last[:2]], r"buffers\[5\] has the wrong size"
 
     def test_what_cannot_be_written_is_refused_before_any_launch(self, device):
         state = FusedClipState(map(math.prod, SHAPES), device.kernels)
@@ -384,8 +384,8 @@ class TestLora:
     @pytest.mark.parametrize(
         ("change", "error", "word"),
         [
-            ({"input_norm": None}, LayoutMismatch, "another number of buffers"),
-            ({"lora_b_v": np.ones(3, np.float32)}, LayoutMismatch, "lora_b_v has another size"),
+            ({"input_norm": None}, LayoutMismatch, "number of buffers"),
+            ({"lora_b_v": np.ones(3, np.float32)}, LayoutMismatch, "lora_b_v has the wrong size"),
             ({"lora_a_v": np.ones(3)}, BufferRefused, "'lora_a_v' has an unsupported dtype"),
             (
                 dict.fromkeys(("input_norm", "post_attn_norm"), np.ones(16, np.float32)),
