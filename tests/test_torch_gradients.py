@@ -172,7 +172,7 @@ class TestMemoryFormat:
         for error in on_ranks(lambda exchange: GradientEngine(layouts[exchange.rank], exchange=exchange), 2):
             assert isinstance(error, HandshakeRefused)
             assert "dimensions [0, 2, 3, 1]" in str(error)
-        with pytest.raises(LayoutMismatch, match="'weight' has another memory format"):
+        with pytest.raises(LayoutMismatch, match="'weight' has a different memory format"):
             attach(turned, engine)
 
     def test_a_block_is_added_by_its_own_modules_names(self):
@@ -205,7 +205,7 @@ class TestMemoryFormat:
         with pytest.raises(LayoutMismatch, match=r"'weight' .*got dimensions \(0, 2, 3, 1\), expected contiguous"):
             work(way)
         result = None if attached else engine.step()
-        with pytest.raises(LayoutMismatch, match="'weight' has another memory format"):
+        with pytest.raises(LayoutMismatch, match="'weight' has a different memory format"):
             attached.step() if attached else give_gradients(module, result)
         module.to(memory_format=torch.contiguous_format)
         module.zero_grad()

@@ -1,8 +1,8 @@
 """Offsets of a model's gradients in one flat arena, and their shards under tensor parallelism.
 
-In: names and shapes (or a torch module, a nested mapping, a transformer's sizes). Out: `GradientLayout`, its slots,
-blocks and spans (the units sent between workers: a block, or a component outside the blocks), and the shards of a
-`TensorParallelConfig`. No gradient is read or written here. Imports `arrays`.
+The input is names and shapes, a torch module, a nested mapping, or a transformer's sizes. The output is a
+`GradientLayout` with its slots, blocks and spans, or the shards of a `TensorParallelConfig`. A span is the unit sent
+between workers, a block or a component outside the blocks. No gradient is read or written here. Imports `arrays`.
 """
 
 from gradengine.layout.layout import (

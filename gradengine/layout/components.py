@@ -17,11 +17,11 @@ from gradengine.arrays.frameworks import refuse_distributed
 from gradengine.errors import BufferRefused, CallerError, LayoutMismatch
 from gradengine.layout.slots import Order, Slot
 
-_DIMENSION = (int, np.generic)  # NumPy's numbers have a shape of their own
+_DIMENSION = (int, np.generic)  # NumPy's numbers also have a `shape`
 
 
 def named_components(given: Any) -> list[tuple[str, Any]]:
-    """Pairs of a component's name and its array or shape, from what `GradientLayout.of` takes.
+    """Return pairs of a component's name and its array or shape, from the argument of `GradientLayout.of`.
 
     Raises `LayoutMismatch` for anything else, `BufferRefused` for unsupported gradients.
 
@@ -41,7 +41,7 @@ def named_components(given: Any) -> list[tuple[str, Any]]:
 
 
 def is_nested(value: object) -> bool:
-    """Whether this is a container of components: a mapping, or a list of anything but dimensions.
+    """Return whether this is a container of components, a mapping or a list that holds more than dimensions.
 
     >>> is_nested({}), is_nested([np.zeros(2)]), is_nested((2, 3))
     (True, True, False)
@@ -53,7 +53,7 @@ def is_nested(value: object) -> bool:
 
 
 def shapes_in_memory(module: Any) -> dict[str, Slot]:
-    """Shapes of the trainable parameters, all checked, with their dimensions in memory order.
+    """Return the shapes of the trainable parameters, all checked, with their dimensions in memory order.
 
     Raises `LayoutMismatch` if nothing is trainable.
     """
@@ -63,7 +63,7 @@ def shapes_in_memory(module: Any) -> dict[str, Slot]:
             "a layout needs at least one component, and nothing here requires a gradient",
             got=f"0 of {sum(1 for _ in _named_parameters(module))} parameters",
             expected="a parameter with requires_grad=True",
-            do="call .requires_grad_(True) on what is to be trained, then make the layout",
+            do="call .requires_grad_(True) on the parameters to train, then make the layout",
         )
     for name, parameter in parameters.items():
         refuse_unsupported(name, parameter)
@@ -75,35 +75,35 @@ def shapes_in_memory(module: Any) -> dict[str, Slot]:
 
 
 def refuse_unsupported(name: str, array: Any) -> None:
-    """Raise `BufferRefused` for an array or parameter whose gradients have another dtype, are sparse or a DTensor.
+    """Raise `BufferRefused` for an array or parameter whose gradients have an unsupported dtype, are sparse or DTensor.
 
-    A torch parameter is asked for the dtype of its gradients, `grad_dtype`, which may be another than its own.
+    For a torch parameter the dtype of its gradients is `grad_dtype`, which may differ from its dtype.
     """
     refuse_distributed(name, array)
     torch: Any = sys.modules.get("torch")
     is_tensor = isinstance(array, getattr(torch, "Tensor", ()))
     if is_tensor and array.layout is not torch.strided:
         raise BufferRefused(f"component '{name}' is sparse", got=str(array.layout), do="make it dense")
-    dtype = getattr(array, "grad_dtype", array.dtype) if hasattr(array, "dtype") else None  # None: any
+    dtype = getattr(array, "grad_dtype", array.dtype) if hasattr(array, "dtype") else None  # None allows any dtype
     if dtype is not None and dtype_name(dtype) not in DTYPES:
         raise unsupported_dtype(name, dtype)
 
 
 def trainable(module: Any) -> dict[str, Any]:
-    """The trainable parameters of a torch module by name, tied ones once; those of a list of parameters by position.
+    """Return the trainable parameters of a torch module by name, tied ones once, or those of a list by position.
 
-    Raises `CallerError` for anything else, `LayoutMismatch` if a lazy parameter has no shape yet.
+    Raises `CallerError` for other types, `LayoutMismatch` if a lazy parameter has no shape yet.
     """
     parameters = {name: p for name, p in _named_parameters(module) if p.requires_grad}
     for name, parameter in parameters.items():
         if sys.modules["torch"].nn.parameter.is_lazy(parameter):
             what, got = f"parameter '{name}' has no shape yet", type(parameter).__name__
-            raise LayoutMismatch(what, got=got, do="call the module once, which makes its lazy parameters")
+            raise LayoutMismatch(what, got=got, do="call the module once to make its lazy parameters")
     return parameters
 
 
 def memory_order(tensor: Any) -> Order | None:
-    """The permutation that makes a torch tensor contiguous; None if it is contiguous already, or has gaps."""
+    """Return the permutation that makes a torch tensor contiguous, or None if it is contiguous or has gaps."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
@@ -114,14 +114,14 @@ def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     torch, is_module = sys.modules.get("torch"), hasattr(module, "named_parameters")
     if is_module:
         pairs, kind = module.named_parameters(), getattr(torch, "Tensor", ())
-    else:  # the items of another collection are no parameters
+    else:  # items of other collections are rejected in the loop below
         is_list = isinstance(module, Iterable) and not hasattr(module, "shape")
         pairs = enumerate(module if is_list else [None])
         kind = getattr(getattr(torch, "nn", None), "Parameter", ())
     for name, parameter in pairs:
         if not isinstance(parameter, kind):
             expected = "torch.nn.Module, or a list of its parameters"
-            do = "of another framework pass dict(module.named_parameters()) to GradientLayout.of" if is_module else None
+            do = "pass dict(module.named_parameters()) to GradientLayout.of" if is_module else None
             raise CallerError("not a torch module", got=type(module).__name__, expected=expected, do=do)
         yield str(name), parameter
 

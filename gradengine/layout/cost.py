@@ -1,4 +1,4 @@
-"""Communication cost of tensor parallelism: bytes of a step's all-reduces, and seconds at a given bandwidth."""
+"""Communication cost of tensor parallelism, in bytes of a step's all-reduces and in seconds at a given bandwidth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bandwidth:
     """Bandwidth of a link in one direction, with an explicit unit.
 
     Args:
-        bytes_per_second: The rate; see `gigabytes`, `gigabits` and `parse` for other units.
+        bytes_per_second: The rate in bytes/s. See `gigabytes`, `gigabits` and `parse` for other units.
 
     Raises:
         CallerError: The rate is NaN, infinite, or not above 0.
@@ -42,7 +42,7 @@ class Bandwidth:
 
     @staticmethod
     def gigabytes(per_second: float) -> Bandwidth:
-        """From 10^9 bytes a second; raises as the class.
+        """Return a bandwidth from a rate in 10^9 bytes/s. Raises the same errors as the class.
 
         Example:
             >>> Bandwidth.gigabytes(1.25).gigabits_per_second
@@ -52,12 +52,12 @@ class Bandwidth:
 
     @staticmethod
     def gigabits(per_second: float) -> Bandwidth:
-        """From 10^9 bits a second, as network links are sold; raises as the class."""
+        """Return a bandwidth from a rate in 10^9 bits/s, the unit of network links. Raises as the class."""
         return Bandwidth(_positive(per_second) * 1.25e8)
 
     @staticmethod
     def parse(text: str) -> Bandwidth:
-        """From text with a number and a unit.
+        """Return a bandwidth from text with a number and a unit.
 
         Args:
             text: "10 Gbit/s", "10 Gbps", "1.25GB/s", "900 MB/s", "3.35 TB/s", "12 GiB/s".
@@ -80,12 +80,12 @@ class Bandwidth:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """10^9 bytes a second."""
+        """The rate in 10^9 bytes/s."""
         return self.bytes_per_second / 1e9
 
     @property
     def gigabits_per_second(self) -> float:
-        """10^9 bits a second."""
+        """The rate in 10^9 bits/s."""
         return self.bytes_per_second * 8 / 1e9
 
     def __str__(self) -> str:
@@ -98,8 +98,8 @@ class TensorParallelCost:
     """Communication of a tensor-parallel group in one optimizer step.
 
     Each transformer block needs two all-reduces of its activations in the forward and two in the backward (Megatron-LM,
-    Shoeybi et al. 2019, arXiv:1909.08053, section 3); a sharded vocabulary adds one each way, the embedding's and the
-    LM head's. The loss, a few floats for each token, is not counted.
+    Shoeybi et al. 2019, arXiv:1909.08053, section 3). A sharded vocabulary adds one each way, for the embedding and the
+    LM head. The loss, a few floats for each token, is not counted.
 
     Args:
         hidden_size: H of the whole model.
@@ -108,11 +108,11 @@ class TensorParallelCost:
         tp_size: Ranks of the group.
         batch_size: Sequences of a micro-batch.
         micro_batches: Micro-batches of an optimizer step.
-        bytes_per_element: Bytes of one activation: 4 in fp32, 2 in bf16.
+        bytes_per_element: Bytes of one activation, 4 in fp32 and 2 in bf16.
         vocab_parallel: Whether embedding and LM head are sharded too.
 
     Raises:
-        CallerError: A size is not a whole number above 0, or `vocab_parallel` not a bool.
+        CallerError: A size is not a whole number above 0, or `vocab_parallel` is not a bool.
 
     Example:
         >>> cost = TensorParallelCost(hidden_size=1024, num_blocks=24, sequence_length=1024, tp_size=2)
@@ -138,17 +138,17 @@ class TensorParallelCost:
 
     @property
     def bytes_per_all_reduce(self) -> int:
-        """Bytes of one all-reduce of activations: S x H x batch x bytes of an element."""
+        """Bytes of one all-reduce of activations, S x H x batch x bytes of an element."""
         return self.sequence_length * self.hidden_size * self.batch_size * self.bytes_per_element
 
     @property
     def all_reduces_per_step(self) -> int:
-        """All-reduces of a step's forward; the backward has as many."""
+        """Number of all-reduces in a step's forward. The backward has as many."""
         return (2 * self.num_blocks + self.vocab_parallel) * self.micro_batches
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of the buffers that a step's forward reduces, whatever `tp_size` is."""
+        """Bytes of the buffers that a step's forward reduces, for any `tp_size`."""
         return self.all_reduces_per_step * self.bytes_per_all_reduce
 
     @property
@@ -158,15 +158,15 @@ class TensorParallelCost:
 
     @property
     def link_bytes_per_step(self) -> int:
-        """Bytes that each rank sends in a step by ring all-reduces: 2 (T - 1) / T of both ways' bytes, rounded up."""
+        """Bytes that each rank sends in a step by ring all-reduces, 2 (T - 1) / T of both ways' bytes, rounded up."""
         return -(-2 * (self.tp_size - 1) * self.bytes_per_step_both_ways // self.tp_size)
 
     def seconds_per_step(self, bandwidth: Bandwidth, *, latency_seconds: float = 0.0) -> float:
-        """Seconds of a step's ring all-reduces, forward and backward, without overlap.
+        """Return the seconds of a step's ring all-reduces, forward and backward, without overlap.
 
         Args:
             bandwidth: Bandwidth of each rank's link, in each direction.
-            latency_seconds: Latency of one message; an all-reduce has 2 (T - 1) messages in sequence.
+            latency_seconds: Latency of one message in seconds. An all-reduce has 2 (T - 1) messages in sequence.
 
         Raises:
             CallerError: The bandwidth is a plain number, or the latency is negative or not finite.
@@ -186,6 +186,6 @@ class TensorParallelCost:
 
 def _positive(rate: float) -> float:
     number = as_float(rate)
-    if not 0 < number < math.inf:  # NaN is refused
-        raise out_of_range("a bandwidth", rate, "a number above 0, and finite; or Bandwidth.parse(text)")
+    if not 0 < number < math.inf:  # NaN takes this branch too
+        raise out_of_range("a bandwidth", rate, "a finite number above 0, or Bandwidth.parse(text)")
     return number

@@ -1,4 +1,4 @@
-"""Layout of a model's gradients in one flat arena: names, shapes and offsets; no array's elements are read."""
+"""Layout of a model's gradients in one flat arena, with names, shapes and offsets. No array's elements are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GradientLayout:
         spans_by_key: The spans by key: a block's index, or the name of a non-block component.
         arena_size: Elements of the arena, padding included.
         tp_rank: The tensor-parallel rank whose shards these are.
-        tp_size: Size of the tensor-parallel group; 1 for a whole model.
+        tp_size: Size of the tensor-parallel group, 1 for a whole model.
 
     Example:
         >>> layout = GradientLayout.of({"layers.0.w": (2, 3), "layers.1.w": (2, 3), "head": (5,)})
@@ -77,26 +77,28 @@ class GradientLayout:
         tp_size: int | None = None,
         partitions: Mapping[str, Partition] | None = None,
     ) -> GradientLayout:
-        """The layout of a collection of arrays or shapes, or of a torch module.
+        """Return the layout of a collection of arrays or shapes, or of a torch module.
+
+        A dotted name belongs to the block that ends with its first whole-number part, so "layers.0.wq" is in
+        "layers.0". Without such a part the first part that ends in "_" and a number counts, as in flax, so
+        "Block_0.kernel" is in "Block_0". Blocks are ordered by stem, then by that number, and exchanged in reverse.
 
         Args:
-            gradients: Name -> array or shape, in the order in which sequences of gradients will be passed; a sequence's
-                names are "0", "1", ... Containers may be nested: names are joined by dots. Or a torch.nn.Module: its
-                trainable parameters, their dimensions in memory order. Or a list of its parameters, named by position;
-                frozen ones count as positions. Only shapes and dtypes are read (a torch parameter's `grad_dtype`): pass
-                shapes if gradients will have another dtype. A dotted name belongs to the block that ends with its first
-                whole-number part, "layers.0.wq" to "layers.0"; else with the first that ends in a number, as flax names
-                modules: "Block_0.kernel" to "Block_0". Blocks are ordered by stem, then by that number, and exchanged
-                in reverse order: list components from the model's input to its output.
-            tp_rank: This rank in its tensor-parallel group; the shapes are those of its shards.
-            tp_size: Size of that group; 1, the default, for a whole model.
+            gradients: Name -> array or shape, or a sequence with names "0", "1", ... Containers may be nested, and
+                names are joined by dots. The order is that in which sequences of gradients will be passed. List
+                components from the model's input to its output. Or a torch.nn.Module, whose trainable parameters are
+                taken with their dimensions in memory order. Or a list of its parameters, named by position, including
+                frozen ones. Only shapes and dtypes (for a torch parameter `grad_dtype`) are read. Pass shapes if
+                gradients will have a different dtype.
+            tp_rank: This rank in its tensor-parallel group. The shapes are those of its shards.
+            tp_size: Size of that group, by default 1 for a whole model.
             partitions: Name -> "column", "row" or "replicated", for each component if `tp_size` > 1. The norm treats
-                "column" and "row" alike: this rank alone has the component's elements.
+                "column" and "row" alike, because only this rank has the component's elements.
 
         Raises:
             LayoutMismatch: A repeated name, a negative or fractional dimension, an unknown partition, a partition of an
                 unknown component, a component without a partition if `tp_size` > 1, a lazy parameter, or no component.
-            BufferRefused: An array or a parameter whose gradients are not supported: float64, complex, sparse, DTensor.
+            BufferRefused: The gradients of an array or parameter are not supported (float64, complex, sparse, DTensor).
             CallerError: The rank is out of range, partitions are given without `tp_size`, or a module is not torch's.
 
         Example:
@@ -132,17 +134,17 @@ class GradientLayout:
         embedding: bool = True,
         tensor_parallel: TensorParallelConfig | None = None,
     ) -> GradientLayout:
-        """The layout of a transformer: nine components a block, then `lm_head`, `final_norm` and `embedding`.
+        """Return the layout of a transformer: nine components a block, then `lm_head`, `final_norm`, `embedding`.
 
         Args:
             num_blocks: Transformer layers.
-            hidden_size: H; `w_q` and `w_o` are (H, H), `input_norm` and `post_attn_norm` (H,).
-            kv_hidden_size: KV heads x head size; `w_k` and `w_v` are (H, KV).
-            intermediate_size: I; `gate` and `up` are (H, I), `down` is (I, H).
-            vocab_size: V; `lm_head` and `embedding` are (V, H).
+            hidden_size: H. `w_q` and `w_o` are (H, H), `input_norm` and `post_attn_norm` (H,).
+            kv_hidden_size: KV, KV heads x head size. `w_k` and `w_v` are (H, KV).
+            intermediate_size: I. `gate` and `up` are (H, I), `down` is (I, H).
+            vocab_size: V. `lm_head` and `embedding` are (V, H).
             embedding: False if the embedding is tied to the LM head, or frozen.
-            tensor_parallel: The configuration of this rank's shards; the sizes above are the whole model's. None for a
-                whole model.
+            tensor_parallel: The configuration of this rank's shards, or None for a whole model. The sizes above are
+                always the whole model's.
 
         Raises:
             LayoutMismatch: A size is not a whole number >= 0, or not the configuration's.
@@ -172,12 +174,12 @@ class GradientLayout:
 
     @staticmethod
     def lora(num_blocks: int, hidden_size: int, kv_hidden_size: int, rank: int) -> GradientLayout:
-        """The layout of LoRA on the query and value projections: six trained components a block.
+        """Return the layout of LoRA on the query and value projections, with six trained components a block.
 
         Args:
             num_blocks: Transformer layers.
-            hidden_size: H; `lora_a_q` and `lora_a_v` are (H, rank), `lora_b_q` is (rank, H), the norms are (H,).
-            kv_hidden_size: KV; `lora_b_v` is (rank, KV).
+            hidden_size: H. `lora_a_q` and `lora_a_v` are (H, rank), `lora_b_q` is (rank, H), the norms are (H,).
+            kv_hidden_size: KV. `lora_b_v` is (rank, KV).
             rank: Rank of the two updates.
 
         Raises:
@@ -198,12 +200,12 @@ class GradientLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the fp32 arena, padding included: the memory of an accumulator with this layout."""
+        """Bytes of the fp32 arena, padding included, which is the memory of an accumulator with this layout."""
         return 4 * self.arena_size
 
     @property
     def padding(self) -> list[tuple[int, int]]:
-        """The ranges of the arena without a component: first element, and the one after the last."""
+        """The ranges of the arena without a component, as pairs of the first element and one past the last."""
         starts = sorted([slot.offset for slot in self.slots] + [self.arena_size])
         stops = sorted(slot.stop for slot in self.slots)
         return [(stop, start) for stop, start in zip(stops, starts[1:], strict=True) if stop < start]
@@ -215,15 +217,15 @@ class GradientLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of `table()` in hexadecimal: equal on workers that can exchange gradients."""
+        """SHA-256 of `table()` in hexadecimal, which is equal on workers that can exchange gradients."""
         return hashlib.sha256(self.table()).hexdigest()
 
     def table(self) -> bytes:
-        """The layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
+        """Return the layout as msgpack: rows [name, shape, block name or nil], then the spans' keys in backward order.
 
-        The row of a parameter that is not contiguous has its order of dimensions in memory as a fourth item.
-        For shards of a model [tp_rank, tp_size, each row's partition] follows: different shards can have equal shapes,
-        and must not be summed. The handshake sends and compares this table.
+        The row of a parameter that is not contiguous has its order of dimensions in memory as a fourth item. For shards
+        of a model [tp_rank, tp_size, each row's partition] follows, because different shards can have equal shapes and
+        must not be summed. The handshake sends and compares this table.
         """
         rows = [[s.name, s.shape, s.block_name, *([] if s.order is None else [s.order])] for s in self.slots]
         part = [[self.tp_rank, self.tp_size, [slot.partition for slot in self.slots]]] if self.tp_size > 1 else []
@@ -232,10 +234,10 @@ class GradientLayout:
         return packed
 
     def slot(self, name: str) -> Slot:
-        """The slot of that name.
+        """Return the slot of that name.
 
         Raises:
-            LayoutMismatch: No such component; the first names are shown.
+            LayoutMismatch: There is no such component. The message shows the first names.
         """
         if not isinstance(name, str) or name not in self._by_name:
             raise LayoutMismatch(
@@ -244,11 +246,11 @@ class GradientLayout:
         return self._by_name[name]
 
     def span_of(self, name: str) -> Span:
-        """A component's block, or its own span if it is in none; raises `LayoutMismatch` for an unknown component."""
+        """Return a component's block, or outside of blocks its span. Raises `LayoutMismatch` for an unknown name."""
         return self.spans_by_key[_key_of(self.slot(name))]
 
     def non_block_span(self, name: str | int) -> Span:
-        """The span of a component outside the blocks, by name or id; raises `LayoutMismatch` if there is none."""
+        """Return the span of a component outside the blocks, by name or id, or raise `LayoutMismatch`."""
         if not isinstance(name, str):
             number = as_index(name)
             if number is None or not 0 <= number < len(NON_BLOCK_COMPONENTS):
@@ -257,18 +259,18 @@ class GradientLayout:
             name = NON_BLOCK_COMPONENTS[number]
         slot = self.slot(name)
         if slot.block is not None:
-            raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block for it")
+            raise LayoutMismatch(f"component '{name}' is in block {slot.block}", do="use add_block")
         return self.spans_by_key[name]
 
     def block(self, index: int) -> Span:
-        """Block `index`, counted from 0.
+        """Return block `index`, counted from 0.
 
         Raises:
-            LayoutMismatch: No such block.
+            LayoutMismatch: There is no such block.
         """
         number = as_index(index)
         if number is None or not 0 <= number < len(self.blocks):
-            expected = f"a block in 0..{len(self.blocks) - 1}" if self.blocks else "none: the layout has no blocks"
+            expected = f"a block in 0..{len(self.blocks) - 1}" if self.blocks else "none, as the layout has no blocks"
             raise LayoutMismatch("unknown block", got=said(index), expected=expected)
         return self.blocks[number]
 
@@ -287,7 +289,7 @@ class GradientLayout:
 
 
 def _key_of(slot: Slot) -> int | str:
-    """The key of a slot's span."""
+    """Return the key of a slot's span."""
     return slot.name if slot.block is None else slot.block
 
 
@@ -298,7 +300,7 @@ def refuse_no_layout(layout: object) -> None:
 
 
 def layout_from_table(table: bytes) -> GradientLayout:
-    """The layout that a worker's table describes; raises `LayoutMismatch` if the table is not valid."""
+    """Return the layout that a worker's table describes, or raise `LayoutMismatch` if the table is not valid."""
     refuse_other_kind("a layout table", table, bytes)
     try:
         table_rows, order, *part = msgpack.unpackb(table, max_ext_len=0)
@@ -315,7 +317,7 @@ def layout_from_table(table: bytes) -> GradientLayout:
 
 
 def _slot(name: str, shape: Sequence[int], block: str | None, partition: Partition, orders: Sequence[Any]) -> Slot:
-    """A row of a table, which has one order of dimensions or none."""
+    """Return the slot of a table's row, which has one order of dimensions or none."""
     for order in orders:
         if sorted(order) != [*range(len(shape))] or len(orders) > 1:
             raise LayoutMismatch(f"component '{name}' has a bad order of dimensions", got=said(orders))
@@ -341,7 +343,7 @@ def _shape_of(name: str, array: Any) -> Shape:
 def _block_name(name: str) -> str | None:
     parts = name.split(".")[:-1]
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    # As flax names modules: "Block_0", but not "layer0".
+    # flax names modules like "Block_0". A name like "layer0" does not count.
     numbers += [i for i, part in enumerate(parts) if "_" in part and part.rpartition("_")[2].isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else None
 
@@ -353,7 +355,7 @@ def _refuse_bad_partitions(partitions: Mapping[str, object], named: Mapping[str,
     if partitions and tp_size is None:
         raise CallerError("partitions need a group's size", got="no tp_size", expected="tp_rank= and tp_size= too")
     for name in named if tp_size is not None and tp_size > 1 else ():
-        if name not in partitions:  # as "replicated" a forgotten shard would count once in the norm
+        if name not in partitions:  # "replicated" as a default would count a forgotten shard once in the norm
             raise LayoutMismatch(f"component '{name}' of a part has no partition", expected=_few(get_args(Partition)))
 
 

@@ -1,8 +1,8 @@
-"""Shards of a component under tensor parallelism: extracted and merged, in any framework's arrays.
+"""Extraction and merging of a component's shards under tensor parallelism, in any framework's arrays.
 
-On each rank a column-parallel layer holds some columns of its matrix, a row-parallel one some rows (Shoeybi et al.
-2019, arXiv:1909.08053, section 3). Matrices are stored (in, out) everywhere here. torch.nn.Linear stores (out, in): its
-weight in a column-parallel layer is a `RowParallelShard`, and vice versa.
+On each rank a column-parallel layer holds some columns of its matrix, and a row-parallel layer some rows (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3). Matrices are stored (in, out) here. torch.nn.Linear stores (out, in), so that
+its weight in a column-parallel layer is a `RowParallelShard`, and vice versa.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradengine.errors import CallerError, LayoutMismatch
 Partition: TypeAlias = Literal["column", "row", "replicated"]
 Shape: TypeAlias = tuple[int, ...]
 
-TENSOR_PARALLEL = ("tp_rank", "tp_size")  # what such a group calls its ranks
+TENSOR_PARALLEL = ("tp_rank", "tp_size")  # argument names of a rank and the size in a tensor-parallel group
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's shard of a component: all of it, as each rank has it, unless a subclass divides it.
+    """One rank's shard of a component, which is the whole component unless a subclass divides it.
 
     Attributes:
         partition: "column", "row" or "replicated".
@@ -42,7 +42,7 @@ class Shard:
     """
 
     partition: ClassVar[Partition] = "replicated"
-    _dimension: ClassVar[int | None] = None  # along which it is sharded
+    _dimension: ClassVar[int | None] = None  # index of the sharded dimension
     full_shape: Shape
     tp_rank: int
     tp_size: int
@@ -62,18 +62,18 @@ class Shard:
         return shape if d is None else (*shape[:d], shape[d] // self.tp_size, *shape[d + 1 :])
 
     def extract_shard(self, array: AnyArray, *, copy: bool = False) -> AnyArray:
-        """This rank's shard of the whole component.
+        """Return this rank's shard of the whole component.
 
         Args:
             array: The whole component, of any framework and dtype, on any device.
             copy: Whether to return a contiguous copy.
 
         Returns:
-            The shard, of the array's own type: a view without `copy` (but a copy for JAX, whose slices are copies);
-            NumPy's or CuPy's for an object that has only DLPack. A torch parameter's shard is detached from autograd.
+            The shard, of the array's type, or of NumPy's or CuPy's for an object that has only DLPack. Without `copy`
+            it is a view, except for JAX, whose slices are copies. A torch parameter's shard is detached from autograd.
 
         Raises:
-            LayoutMismatch: The array has another shape.
+            LayoutMismatch: The array has the wrong shape.
             BufferRefused: `array` is not an array.
 
         Example:
@@ -87,18 +87,18 @@ class Shard:
         return copied(part) if truth_value("copy", copy) else part
 
     def merge_shards(self, arrays: Sequence[AnyArray], out: AnyArray | None = None) -> AnyArray:
-        """The whole component from all ranks' shards: the inverse of `extract_shard`.
+        """Merge all ranks' shards into the whole component, the inverse of `extract_shard`.
 
         Args:
             arrays: The shards in rank order, all of one framework, dtype and device.
-            out: The destination, which must not overlap the shards; None for a new array.
+            out: The destination, which must not overlap the shards. None for a new array.
 
         Returns:
-            The whole component, of the shards' own type; or `out`. For a replicated component rank 0's values; the
-            other ranks' are not compared with them.
+            The whole component, as a new array of the shards' type or as `out`. A replicated component has rank 0's
+            values, which are not compared with the other ranks' values.
 
         Raises:
-            LayoutMismatch: There are not `tp_size` shards, or one has another shape or dtype.
+            LayoutMismatch: There are not `tp_size` shards, or one has the wrong shape or dtype.
             BufferRefused: A shard is not an array, or `out` cannot be written.
 
         Example:
@@ -116,7 +116,7 @@ class Shard:
             refuse_mixed(part, parts[0], f"rank {rank}'s part")
         if self.partition == "replicated":
             parts = parts[:1]
-        if out is None and is_jax(parts[0]):  # immutable
+        if out is None and is_jax(parts[0]):  # JAX arrays are immutable
             return parts[0] if len(parts) == 1 else joined_by_jax(parts, self._dimension or 0)
         whole = empty_like(parts[0], self.full_shape) if out is None else as_sliceable(out, "the destination")
         _refuse_other_shape(whole, self.full_shape, "the parts are merged into")
@@ -125,20 +125,20 @@ class Shard:
         return whole if out is None else out
 
     def _index_of(self, rank: int) -> tuple[Any, ...]:
-        """The index of a rank's shard in the whole component."""
+        """Return the index of a rank's shard in the whole component."""
         if self._dimension is None:
-            return (...,)  # a view also of an array without dimensions
+            return (...,)  # makes a view, even of an array without dimensions
         length = self.local_shape[self._dimension]
         return (*[slice(None)] * self._dimension, slice(rank * length, (rank + 1) * length))
 
 
 @final
 class ColumnParallelShard(Shard):
-    """Columns of a matrix (rows, columns): the outputs that one rank computes. A strided view unless it is copied.
+    """Columns of a matrix (rows, columns), the outputs that one rank computes. A strided view unless it is copied.
 
     Args:
         rows: Rows of the whole matrix.
-        columns: Columns of the whole matrix; a multiple of `tp_size`.
+        columns: Columns of the whole matrix, a multiple of `tp_size`.
         tp_rank: The rank, whose columns begin at tp_rank * columns / tp_size.
         tp_size: Size of the tensor-parallel group.
 
@@ -159,7 +159,7 @@ class ColumnParallelShard(Shard):
 
 @final
 class RowParallelShard(Shard):
-    """Rows of a matrix (rows, columns): the inputs that one rank multiplies. A contiguous view.
+    """Rows of a matrix (rows, columns), the inputs that one rank multiplies. A contiguous view.
 
     The ranks' products are partial sums of the layer's output, which an all-reduce adds. Arguments and errors are those
     of `ColumnParallelShard`, except that here the rows must be a multiple of `tp_size`.
@@ -177,7 +177,7 @@ class RowParallelShard(Shard):
 
 
 def divided(name: str, value: int, parts: int, by: str = "tp_size", do: str | None = None) -> int:
-    """The quotient of two whole numbers; raises `CallerError` with both of them if there is a remainder."""
+    """Return the quotient of two whole numbers, or raise `CallerError` with both if there is a remainder."""
     if value % parts:
         what, got = f"{name} cannot be divided by {by}", f"{value} / {parts}, which leaves {value % parts}"
         raise CallerError(what, got=got, expected=f"a multiple of {parts}", do=do)

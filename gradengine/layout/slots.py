@@ -1,7 +1,7 @@
-"""Slots: the offset of each component in the arena, and the blocks that they form.
+"""Slots, which are the offsets of components in the arena, and the blocks that they form.
 
-Blocks come first and are contiguous, so that a block is one range of memory to exchange. Each slot starts on a 128-byte
-boundary, so that vector loads are aligned whatever the sizes are. The padding between slots is always zero.
+Blocks are first and contiguous, so that a block is one range of memory to exchange. Each slot starts on a 128-byte
+boundary, so that vector loads are aligned for all sizes. The padding between slots is always zero.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from gradengine.arguments import said
 from gradengine.errors import LayoutMismatch
 from gradengine.layout.shards import Partition, Shape
 
-_MOST_DIGITS = 18  # in a block's number
-Order: TypeAlias = tuple[int, ...]  # the parameter's dimensions, as they follow each other in memory
-ALIGNMENT = 32  # elements: 128 bytes, a GPU's cache line and two of a CPU's
+_MOST_DIGITS = 18  # digits in a block's number
+Order: TypeAlias = tuple[int, ...]  # the parameter's dimensions in their order in memory
+ALIGNMENT = 32  # elements, 128 bytes in fp32, one cache line of a GPU and two of a CPU
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A component, and its range in the arena of a layout; `offset` and `size` count fp32 elements."""
+    """A component, and its range in the arena of a layout. `offset` and `size` count fp32 elements."""
 
     name: str
-    shape: Shape  # under tensor parallelism that of this rank's shard
-    block_name: str | None = None  # "layers.0"; None outside the blocks
-    partition: Partition = "replicated"  # over a tensor-parallel group
-    order: Order | None = None  # of `shape`, if a torch parameter is not contiguous (channels_last, transposed)
-    offset: int = 0  # its first element in the arena; the layout sets this and what follows
-    block: int | None = None  # the index of its block
-    position: int = 0  # among the layout's slots
+    shape: Shape  # the shape of this rank's shard under tensor parallelism
+    block_name: str | None = None  # such as "layers.0", or None outside the blocks
+    partition: Partition = "replicated"  # partition over a tensor-parallel group
+    order: Order | None = None  # order of `shape` if a torch parameter is not contiguous (channels_last, transposed)
+    # The layout sets the following fields.
+    offset: int = 0  # the component's first element in the arena
+    block: int | None = None  # index of the component's block
+    position: int = 0  # index among the layout's slots
 
     @cached_property
     def size(self) -> int:
@@ -51,18 +52,18 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Some components, in order, whose gradients are added in one pass; compared by identity, as a fast key of caches.
+    """Some components, in order, whose gradients are added in one pass. Equality is identity, for fast keys of caches.
 
-    Each span of a layout is exchanged as one: a block (key: index), or a component outside the blocks (key: name).
+    A span of a layout is exchanged as one. It is a block (key: index) or a component outside the blocks (key: name).
     """
 
     key: int | str
-    positions: tuple[int, ...]  # among the layout's slots, or the targets of an arena
+    positions: tuple[int, ...]  # indices among the layout's slots, or among the targets of an arena
     slots: tuple[Slot, ...] = ()
-    start: int = 0  # elements of the arena, where the components are contiguous
+    start: int = 0  # first element in the arena, if the components are contiguous
     stop: int = 0
-    called: str = ""  # its name in errors: "block 0", "component 'head'"
-    name: str = ""  # of a block: "layers.0"
+    called: str = ""  # name in errors, such as "block 0" or "component 'head'"
+    name: str = ""  # name of a block, such as "layers.0"
 
     @staticmethod
     def of(slots: Iterable[Slot], called: str) -> Span:
@@ -72,7 +73,7 @@ class Span:
 
     @staticmethod
     def at(positions: Iterable[int]) -> Span:
-        """Return a span of an arena's targets, where there is no layout."""
+        """Return a span of an arena's targets, for use without a layout."""
         return Span("", tuple(positions))
 
     @cached_property
@@ -82,23 +83,23 @@ class Span:
 
     @cached_property
     def where(self) -> slice | npt.NDArray[np.intp]:
-        """The positions as a slice where they stand in a row, so that what is taken by it is no copy."""
+        """The positions, as a slice if they are consecutive, so that indexing with it makes no copy."""
         first, count = next(iter(self.positions), 0), len(self.positions)
         return slice(first, first + count) if self.positions == tuple(range(first, first + count)) else self.places
 
     @cached_property
     def all_present(self) -> npt.NDArray[np.bool_]:
-        """Flags that each component gets a gradient; never written to."""
+        """Flags that each component gets a gradient. They are never written to."""
         return np.ones(len(self.positions), np.bool_)
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Position -> its index in this span."""
+        """Mapping from each position to its index in this span."""
         return {position: i for i, position in enumerate(self.positions)}
 
 
 def refuse_bad_slots(slots: Sequence[Slot]) -> None:
-    """Raise `LayoutMismatch` if there are none, for a repeated name, or for an unknown partition."""
+    """Raise `LayoutMismatch` if there are no slots, or for a repeated name or an unknown partition."""
     if not slots:
         raise LayoutMismatch("a layout needs at least one component", got=0, do="pass the arrays that get gradients")
     name, count = Counter(slot.name for slot in slots).most_common(1)[0]
@@ -112,10 +113,10 @@ def refuse_bad_slots(slots: Sequence[Slot]) -> None:
 
 
 def refuse_other_order(name: str, order: Order | None, expected: Order | None) -> None:
-    """Raise `LayoutMismatch` if a component's memory has its dimensions in another order than in the layout."""
+    """Raise `LayoutMismatch` if the dimensions of a component's memory are not in the order of the layout."""
     if order != expected:
         raise LayoutMismatch(
-            f"component '{name}' has another memory format than in the layout",
+            f"component '{name}' has a different memory format than in the layout",
             got=f"dimensions {order}" if order else "contiguous",
             expected=f"dimensions {expected}" if expected else "contiguous",
             do="undo .to(memory_format=...), or build a new engine with layout_of(module)",
@@ -123,7 +124,7 @@ def refuse_other_order(name: str, order: Order | None, expected: Order | None) -
 
 
 def spans_of(slots: Sequence[Slot]) -> Iterator[Span]:
-    """Place the slots in the arena: blocks first, by their numbers, then the other components in the order given."""
+    """Place the slots in the arena, first the blocks by their numbers, then the other components in the given order."""
     members: dict[str, list[int]] = {}
     for position, slot in enumerate(slots):
         if slot.block_name is not None:

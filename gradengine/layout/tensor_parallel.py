@@ -1,7 +1,7 @@
-"""Tensor parallelism of a transformer: the local sizes of one rank, and the shard of each component.
+"""Tensor parallelism of a transformer, with the local sizes of one rank and the shard of each component.
 
-The partition is Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053, section 3): attention and feed-forward each need
-one all-reduce in the forward and one in the backward.
+The partition is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Attention and feed-forward each
+need one all-reduce in the forward and one in the backward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gradengine.layout.shards import TENSOR_PARALLEL, ColumnParallelShard, RowPa
 class TensorParallelConfig:
     """Sizes of a transformer on one rank of a tensor-parallel group.
 
-    Attention heads and the intermediate size are divided evenly; norms are replicated, and so are `lm_head` and
-    `embedding` unless `vocab_parallel` shards their rows (V, H).
+    Attention heads and the intermediate size are divided evenly. Norms are replicated. `lm_head` and `embedding` are
+    replicated too, unless `vocab_parallel` shards their rows (V, H).
 
     Args:
         tp_rank: This rank in the group, 0..tp_size - 1.
@@ -29,12 +29,12 @@ class TensorParallelConfig:
         hidden_size: H of the whole model, a multiple of `num_heads`.
         intermediate_size: I of the whole model.
         num_heads: Query heads of the whole model.
-        num_kv_heads: Key-value heads of the whole model; a divisor of `num_heads`.
+        num_kv_heads: Key-value heads of the whole model, a divisor of `num_heads`.
         vocab_parallel: Whether the vocabulary is divided too.
 
     Raises:
-        CallerError: A size is not a whole number above 0 or cannot be divided, or the rank is out of range; both
-            numbers are named.
+        CallerError: A size is not a whole number above 0 or cannot be divided, or the rank is out of range. The message
+            has both numbers.
 
     Example:
         >>> config = TensorParallelConfig(0, 2, hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=4)
@@ -58,17 +58,17 @@ class TensorParallelConfig:
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             plain[name] = whole_number(name, getattr(self, name), 1)
         plain["vocab_parallel"] = truth_value("vocab_parallel", self.vocab_parallel)
-        for name, value in plain.items():  # NumPy's integers would overflow in the products below
+        for name, value in plain.items():  # Python integers, because NumPy's would overflow in products
             object.__setattr__(self, name, value)
         divided("hidden_size", self.hidden_size, self.num_heads, "num_heads")
         divided("num_heads", self.num_heads, self.num_kv_heads, "num_kv_heads")
         divided("num_heads", self.num_heads, self.tp_size)
-        divided("num_kv_heads", self.num_kv_heads, self.tp_size, do="ranks cannot share a key-value head here")
+        divided("num_kv_heads", self.num_kv_heads, self.tp_size, do="use a smaller group of a size that divides it")
         divided("intermediate_size", self.intermediate_size, self.tp_size)
 
     @property
     def head_size(self) -> int:
-        """Columns of one head: hidden_size / num_heads."""
+        """Columns of one head, hidden_size / num_heads."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -102,7 +102,7 @@ class TensorParallelConfig:
         return self.intermediate_size // self.tp_size
 
     def local_vocab_size(self, vocab_size: int) -> int:
-        """Rows of this rank's `lm_head` and `embedding`.
+        """Return the rows of this rank's `lm_head` and `embedding`.
 
         Raises:
             CallerError: The vocabulary is sharded and cannot be divided.
@@ -111,15 +111,15 @@ class TensorParallelConfig:
         return divided("vocab_size", rows, self.tp_size) if self.vocab_parallel else rows
 
     def weight_memory_fraction(self, num_blocks: int = 1, vocab_size: int = 0, *, embedding: bool = True) -> float:
-        """The fraction of the model's weights on this rank: 1 / tp_size of the sharded ones, all replicated ones.
+        """Return the fraction of the model's weights on this rank, with 1 / tp_size of the sharded weights.
 
         Args:
             num_blocks: Transformer blocks of the model.
-            vocab_size: V; 0 leaves the LM head, the final norm and the embedding out.
-            embedding: Whether there is an embedding beside the LM head.
+            vocab_size: V. 0 excludes the LM head, the final norm and the embedding.
+            embedding: Whether there is an embedding in addition to the LM head.
 
         Returns:
-            Elements of this rank / elements of the model: above 1 / tp_size wherever something is replicated.
+            Elements of this rank / elements of the model. It is above 1 / tp_size if a component is replicated.
 
         Raises:
             CallerError: A number is out of range, or the vocabulary cannot be divided.
@@ -139,14 +139,14 @@ class TensorParallelConfig:
         return local / (matrices + norms + final_norm + tail * vocab_size * h)
 
     def shard_of(self, name: str, shape: Sequence[int]) -> Shard:
-        """This rank's shard of a component of the transformer.
+        """Return this rank's shard of a component of the transformer.
 
         Args:
-            name: The component's, as in `GradientLayout.transformer`: "w_q" or "blocks.3.w_q", "lm_head", ...
-            shape: The whole component's.
+            name: The component's name as in `GradientLayout.transformer`, such as "w_q", "blocks.3.w_q" or "lm_head".
+            shape: The whole component's shape.
 
         Raises:
-            LayoutMismatch: No such component, or another shape than this model's.
+            LayoutMismatch: The model has no such component, or the shape is not that of this model.
             CallerError: The vocabulary is sharded and cannot be divided.
 
         Example:
@@ -170,6 +170,6 @@ class TensorParallelConfig:
         if component in columns:
             return ColumnParallelShard(*columns[component], *ranks)
         if component in vocabulary and self.vocab_parallel:
-            self.local_vocab_size(given[0])  # refuses by its name one that cannot be divided
+            self.local_vocab_size(given[0])  # raises an error with the argument's name if it cannot be divided
             return RowParallelShard(given[0], h, *ranks)
         return RowParallelShard(*rows[component], *ranks) if component in rows else Shard(given, *ranks)
