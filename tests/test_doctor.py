@@ -43,7 +43,7 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(monkeypatch, capsys)
     assert lines["numpy"] == "2.0.0"
     assert lines["gradengine"] == gradengine.__version__
     assert lines["matplotlib"].split(maxsplit=1) == ["-", "no plots: pip install 'gradengine[plot]'"]
-    assert lines["mpi://"].startswith("not ready    needs mpi4py: pip install 'gradengine[mpi]', and an MPI: ")
+    assert lines["mpi://"].startswith("not ready    needs mpi4py (pip install 'gradengine[mpi]') and an MPI ")
     assert lines["cuda"].startswith("not ready    device 'cuda:0' needs CuPy")
     assert "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]'" in lines["cuda"]
 

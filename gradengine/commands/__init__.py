@@ -1,4 +1,5 @@
-"""The `gradengine` command: `cli` names its subcommands, and each other file here is one of them.
+"""The `gradengine` command, with its subcommands in `cli` and one file for each that is not in a different package.
 
-In: words of a command line. Out: what it prints, and its status. `bench`, `demo` and `plan` hold their own commands.
+The input is the words of a command line. The output is text and an exit status. The packages `bench`, `demo` and `plan`
+contain the commands of the same names.
 """

@@ -1,4 +1,4 @@
-"""The command line: `gradengine demo`, `bench`, `plan`, `serve` and `doctor`."""
+"""The command line of `gradengine demo`, `bench`, `plan`, `serve` and `doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradengine.demo.command import demo
 from gradengine.plan.command import plan
 
 app = typer.Typer(
-    help="The step between backward() and optimizer.step(): accumulate, exchange, check, clip, hand back.",
+    help="Tools for the step between backward() and optimizer.step(), which accumulates, exchanges, checks and clips.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,11 +29,11 @@ app.command()(plan)
 
 @app.command()
 def doctor(
-    json: Annotated[Path | None, typer.Option(help="File for everything as JSON; -: stdout, without a table.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the whole report (-: only to stdout).")] = None,
 ) -> None:
-    """Show installed packages, usable devices, and what connect() would read and start here.
+    """Show installed packages, usable devices, and the settings and transports of connect() on this machine.
 
-    Run it as the script is run: `srun gradengine doctor`, `mpiexec -n 2 gradengine doctor`.
+    Run it like your script, for example `srun gradengine doctor` or `mpiexec -n 2 gradengine doctor`.
     """
     writable_json(json)
     found = sections() if json is None else list(sections())
@@ -48,7 +48,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _begin(wanted: Annotated[bool, flag("--version", "Print the version and end.")] = False) -> None:
+def _begin(wanted: Annotated[bool, flag("--version", "Print the version and exit.")] = False) -> None:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit

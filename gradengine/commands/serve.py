@@ -1,4 +1,4 @@
-"""`gradengine serve`: sums for one group of workers, and shows who has joined, and what they send."""
+"""`gradengine serve`, which sums for one group of workers, and shows the workers and their traffic."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ from rich.table import Table
 from gradengine.exchange import GradientServer
 from gradengine.exchange.launchers import read_secret, secret_in
 
-_TERMINATED = 143  # as shells say it of SIGTERM
+_TERMINATED = 143  # exit status of a process that SIGTERM ended, as in shells
 
 
 def serve(
-    world_size: Annotated[int, typer.Option(min=1, help="Number of workers that will connect.")],
-    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a secret is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
-    unix: Annotated[Path | None, typer.Option(help="Listen at this Unix socket instead.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of workers of the group.")],
+    host: Annotated[str, typer.Option(help="Address to listen at. All but loopback need a secret.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0 is any free port.")] = 0,
+    unix: Annotated[Path | None, typer.Option(help="Unix socket to listen at, in place of host and port.")] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(help="File with the secret; else $GRADENGINE_SECRET or the file $GRADENGINE_SECRET_FILE."),
+        typer.Option(help="File with the secret. Default is $GRADENGINE_SECRET or the file $GRADENGINE_SECRET_FILE."),
     ] = None,
     tls: Annotated[
-        Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key; else $GRADENGINE_TLS.")
+        Path | None, typer.Option(help="Folder with ca.crt, tls.crt, tls.key (default: $GRADENGINE_TLS).")
     ] = None,
-    job: Annotated[str | None, typer.Option(help="Name of the run; by default the first rank's.")] = None,
+    job: Annotated[str | None, typer.Option(help="Name of the run (default: the first rank's).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds without any progress before the exchange fails.")] = 300.0,
-    join_timeout: Annotated[float, typer.Option(help="Seconds in which all workers have to connect.")] = 60.0,
+    join_timeout: Annotated[float, typer.Option(help="Seconds in which all workers must connect.")] = 60.0,
 ) -> None:
-    """Serve one group of workers: sum their gradients, until all have connected and left.
+    """Sum the gradients of one group of workers until all have connected and left.
 
-    Prints the url for `gradengine.connect(url, ..., served=True)` on a line by itself. Every rank connects, rank 0 too.
-    Exits with 0 if all workers said that they left, with 1 if one was lost or did not connect, and with 143 at SIGTERM,
-    after telling the workers. Says on stderr who joins and who is refused; on a terminal there is a table of workers.
+    Print the URL for `gradengine.connect(url, ..., served=True)` on a separate line. Every rank connects, rank 0 too.
+
+    The exit status is 0 if all workers left normally, and 1 if one was lost or did not connect.
+    After SIGTERM the server notifies the workers and exits with 143.
+
+    Workers that join or are rejected are logged to stderr. A terminal also shows a table of workers.
     """
     if secret_file is not None:
         secret = secret_in(secret_file)
-    else:  # not from an argument, which every user of the machine can read
+    else:  # no option takes the secret itself, because every user of the machine can read arguments
         secret, _ = read_secret(os.environ)
     address = (host, port) if unix is None else str(unix.absolute())
     with GradientServer(
@@ -59,18 +62,18 @@ def serve(
         shown = partial(table, server, world_size)
         live = Live(get_renderable=shown, console=console, refresh_per_second=2, transient=True)
         with live if console.is_terminal else contextlib.nullcontext():
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # above the table
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # printed above the table
             server.serve()
     typer.echo(f"all {world_size} workers have connected and left", err=True)
 
 
 def _terminate(*_: object) -> NoReturn:
-    """End as at Ctrl-C: workers are told, and a socket's file is removed."""
+    """Exit as after Ctrl-C, so that the server notifies the workers and removes a socket's file."""
     raise SystemExit(_TERMINATED)
 
 
 def table(server: GradientServer, world_size: int) -> Table | str:
-    """The workers of the group that is served, and its step; a line while not all have joined."""
+    """Return a table of the group's workers and its step, or a line of text before all have joined."""
     workers, step = server.workers, server.step
     if step is None:
         return f"waiting for {world_size} workers"

@@ -1,5 +1,5 @@
-"""What commands share: their options and output, and a pool of worker processes.
+"""Options, output and a pool of worker processes, shared by the commands.
 
-In: words of a command line, and jobs. Out: checked options, text or JSON, and what each worker reports. It serves
-`commands`, `bench`, `demo` and `plan`, and imports only `errors`.
+The input is the words of a command line, and jobs. The output is checked options, text or JSON, and the workers'
+reports. `commands`, `bench`, `demo` and `plan` use this package, which imports only `errors`.
 """

@@ -1,4 +1,4 @@
-"""Helpers for the options of commands: choices, files to write, plots, and the options' names in errors."""
+"""Helpers for the options of commands, with choices, files to write, plots, and the options' names in errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STDOUT = Path("-")
 
 
 def flag(name: str, what: str) -> Any:
-    """An option without a value; without this, --help would show `<bool>` beside it, as if it took one."""
+    """Return an option without a value, for which --help shows no `<bool>`."""
     return typer.Option(name, metavar="", help=what)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """A callback for an option that takes only these words; another word ends the command with code 2.
+    """Return a callback for an option that accepts only these words. Other words end the command with code 2.
 
     >>> one_of("float32", "bfloat16")("float32")
     'float32'
@@ -38,7 +38,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 @contextlib.contextmanager
 def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
-    """A context that renames arguments to the options that were typed, in the text of a `CallerError`.
+    """Return a context that renames arguments to the user's options in the text of a `CallerError`.
 
     >>> with speaking_of({"num_heads": "--heads", "tp_size": "--tp"}):
     ...     raise CallerError("num_heads cannot be divided by tp_size", got="4 / 3")
@@ -53,14 +53,17 @@ def speaking_of(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def writable_json(path: Path | None) -> Path | None:
-    """Make the file given by --json before anything is run; raises `CallerError` if it cannot be written."""
+    """Make the file given by --json before the command runs, or raise `CallerError` if it cannot be written."""
     if path is not None and path != STDOUT:
         save(path, "--json", _touch)
     return path
 
 
 def refuse_bad_plot(path: Path) -> None:
-    """Make --plot's file; raises `CallerError` if it has an unknown suffix or cannot be written; imports matplotlib."""
+    """Make the file of --plot, or raise `CallerError` if it has an unknown suffix or cannot be written.
+
+    Imports matplotlib.
+    """
     kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
         raise CallerError(f"cannot plot to {str(path)!r}", got=repr(path.suffix), expected=f"one of {', '.join(kinds)}")
@@ -68,17 +71,17 @@ def refuse_bad_plot(path: Path) -> None:
 
 
 def save(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    """Write a file, after making its folder; raises `CallerError`, which names the option, if the system refuses."""
+    """Make a file's folder and write the file, or raise `CallerError` with the option if the system fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        raise CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass another {option} FILE") from None
+        raise CallerError(f"cannot write {str(path)!r}: {reason}", do=f"pass a different {option} FILE") from None
 
 
 def print_or_save(text: str, path: Path | None) -> None:
-    """Write JSON to the destination given by --json: nowhere, stdout, or a file; raises as `save`."""
+    """Write JSON to the destination given by --json (none, stdout or a file). Raises as `save`."""
     if path == STDOUT:
         typer.echo(text)
     elif path is not None:
@@ -86,5 +89,5 @@ def print_or_save(text: str, path: Path | None) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Open a file for writing, which is made if it does not exist and else kept."""
+    """Open a file for writing, and make it if it does not exist, without changing its content."""
     path.open("ab").close()

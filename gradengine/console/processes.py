@@ -1,7 +1,7 @@
-"""A pool of worker processes, for `bench` and `demo`: started, watched, and ended with this process.
+"""A pool of worker processes for `bench` and `demo`, which starts and watches them, and ends them with this process.
 
-Each worker gets its jobs over a pipe, and sends reports and each job's result over it. A process that ends closes its
-pipe, so its death is noticed at once. All are ended after a deadline without a report.
+Each worker receives its jobs over a pipe, and sends reports and each job's result over it. A process that ends closes
+its pipe, so the pool notices its death without delay. After a deadline without a report the pool ends all workers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any, TypeAlias, final
 
 from gradengine.errors import DeadlineExceeded, ExchangeError, GradientError, PeerLost
 
-Job: TypeAlias = Callable[..., Any]  # picklable; called with report=, a function that reports from any thread
+Job: TypeAlias = Callable[..., Any]  # picklable, called with report=, a function that reports from any thread
 
 _DEADLINE_SECONDS = 120.0
-_ROOT_CAUSE_SECONDS = 5.0  # for the process at fault to report, after others lost it: rank 0 leaves them within two
+# Time for the process at fault to report after other workers lost it. Rank 0 leaves the group within two seconds.
+_ROOT_CAUSE_SECONDS = 5.0
 _REPORT, _RESULT, _FAILURE = range(3)  # the kinds of messages of a worker
 
 
@@ -45,7 +46,7 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
 
     def __init__(self, deadline: float = _DEADLINE_SECONDS, environment: Mapping[str, str] | None = None) -> None:
         self._deadline, self._environment = deadline, environment or {}
-        self._pipes: dict[SpawnProcess, Connection[Any, Any]] = {}  # in the order of start
+        self._pipes: dict[SpawnProcess, Connection[Any, Any]] = {}  # sorted by time of start
         self._at_work: set[SpawnProcess] = set()
 
     def start(self, name: str) -> SpawnProcess:
@@ -60,14 +61,14 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
         finally:
             os.environ.clear()
             os.environ.update(before)
-        there.close()  # this process's copy: with it a dead worker's pipe would not end
+        there.close()  # this process's open copy would keep a dead worker's pipe from ending
         self._pipes[worker] = here
         return worker
 
     def give(self, worker: SpawnProcess, job: Job) -> None:
-        """Send a worker a job; if it has died, `reports` and `results` raise that."""
+        """Send a worker a job. If the worker has died, `reports` and `results` raise the error."""
         self._at_work.add(worker)
-        with contextlib.suppress(OSError):  # its pipe has ended, which is read where its reports are
+        with contextlib.suppress(OSError):  # the reader of the pipe reports that it has ended
             self._pipes[worker].send(job)
 
     def reports(self) -> Iterator[Any]:
@@ -75,8 +76,8 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
 
         Raises:
             PeerLost: A worker died.
-            DeadlineExceeded: The workers at work reported nothing for too long.
-            ExchangeError: A worker gave up; the error has its reason.
+            DeadlineExceeded: No working process reported within the deadline.
+            ExchangeError: A worker's job raised an error, which the message contains.
         """
         while self._at_work:
             for _, kind, report in self._messages():
@@ -84,14 +85,14 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
                     yield report
 
     def results(self) -> list[Any]:
-        """Return what each worker's job returned, in the order in which they were started; raises as `reports`."""
+        """Return the result of each worker's job, in the order in which workers were started. Raises as `reports`."""
         results = dict[SpawnProcess, Any]()
         while self._at_work:
             results |= {worker: result for worker, kind, result in self._messages() if kind == _RESULT}
         return [results[worker] for worker in self._pipes if worker in results]
 
     def terminate(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
         for worker in self._pipes:
             worker.kill()
         for worker, pipe in self._pipes.items():
@@ -104,12 +105,12 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
         self.terminate()
 
     def _messages(self) -> Iterator[tuple[SpawnProcess, int, Any]]:
-        """Wait for the workers at work, and yield the messages that have arrived."""
+        """Wait for a message of a working process, and yield the messages that have arrived."""
         workers = {pipe: worker for worker, pipe in self._pipes.items() if worker in self._at_work}
         ready: list[Any] = wait(workers, self._deadline)
         if not ready:
             late = ", ".join(map(_named, workers.values()))
-            do = "a process that is stopped or hangs; the others have been ended too, run the command again"
+            do = "check whether the process is stopped or hangs, and run the command again"
             raise DeadlineExceeded(f"{late} reported nothing for {self._deadline:g} s", do=do)
         for pipe in ready:
             worker = workers[pipe]
@@ -124,7 +125,7 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
             yield worker, kind, what
 
     def _root_cause(self, worker: SpawnProcess, reason: str, lost_peer: bool) -> ExchangeError:
-        """Return the error to raise when a worker gave up: that of the worker at fault, not of the first to notice."""
+        """Return the error of the worker at fault, which may not be the first worker that reported an error."""
         deadline = time.monotonic() + _ROOT_CAUSE_SECONDS
         while lost_peer and self._at_work:
             if not wait([self._pipes[each] for each in self._at_work], max(0.0, deadline - time.monotonic())):
@@ -138,12 +139,13 @@ class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """A context in which started processes ignore Ctrl-C, which goes to a whole terminal; this one sees it at the end.
+    """Return a context in which started processes ignore Ctrl-C, and this process receives it at the end.
 
-    Any thread of this process may receive the signal (NumPy's BLAS has some), and Python then interrupts the main
-    thread, even in the middle of the bytes sent to a new process, which would then die with a traceback of its own.
+    A terminal sends Ctrl-C to all its processes. Any thread of this process may receive the signal (NumPy's BLAS has
+    some). Python then interrupts the main thread, even in the middle of the bytes sent to a new process. That process
+    would then die with its own traceback.
     """
-    resource_tracker.ensure_running()  # with the first process it would be started, and that unblocks the signal
+    resource_tracker.ensure_running()  # otherwise the first process would start it, which unblocks the signal
     came: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -168,7 +170,7 @@ def _lost(worker: SpawnProcess) -> PeerLost:
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
-    """Run a worker process: do each job that is given, until the other end of the pipe is closed."""
+    """Run a worker process, which does each job that it receives until the other end of the pipe is closed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     lock = threading.Lock()
 
