@@ -97,7 +97,7 @@ class Attached(AbstractContextManager["Attached"]):
         gpu = torch.device(self._device.name).index
         self._current_stream = (lambda: None) if gpu is None else partial(torch._C._cuda_getCurrentRawStream, gpu)
         self._stream: int | None = None  # the stream that made the noted gradients
-        self._compared: object = None  # the exchange over which the weights compared equal
+        self._compared: object = None  # the exchange over which the weights compared equal, or True with a tp_exchange
         self._scaler: Any = None  # the scaler that the last step updated
         self._scale_version = -1  # version counter of the scaler's scale at the start of the window
         _ = engine.accumulator.groups  # copies their tables to a GPU now, not in the first backward
@@ -255,8 +255,8 @@ class Attached(AbstractContextManager["Attached"]):
             LayoutMismatch: A rank's module has different names, dtypes or shapes than rank 0's. No rank has written.
             ExchangeError: A rank is in a different step, for example because only that rank loaded a saved state, or
                 in a different call.
-            CallerError: A tensor's bytes cannot be read, as on "meta". Or torch.distributed has several ranks, and the
-                engine has no exchange.
+            CallerError: A tensor cannot be read, for example on "meta", or cannot be written because it was made in
+                inference_mode(). Or torch.distributed has several ranks, and the engine has no exchange.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed, and some tensors may be rank 0's and some
                 the rank's own. Call `engine.reconnect` and then `broadcast` again, on all ranks.
 
@@ -341,7 +341,7 @@ class Attached(AbstractContextManager["Attached"]):
             self._add_noted(micro_batch)
 
     def _add_noted(self, micro_batch: MicroBatch) -> None:
-        """Add the noted gradients on the stream that made them, where torch may reuse their freed memory."""
+        """Add the noted gradients on the stream that made them, because later work there may reuse their memory."""
         with self._device.on(self._stream):
             micro_batch.add_noted()
 

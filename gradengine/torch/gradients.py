@@ -228,7 +228,7 @@ def give(module: Parameters, gradients: Mapping[str, Any], unused: AbstractSet[s
     for name, view in views.items():
         parameter, do = parameters[name], "use engine.step(out=gradients_of(module, allocate=True)), which rounds"
         if (taken := grad_dtype_of(parameter)) not in (None, view.dtype):
-            what = f"parameter '{name}' has the wrong dtype for its gradient"
+            what = f"the gradient of parameter '{name}' has the wrong dtype"
             raise BufferRefused(what, got=view.dtype, expected=taken, do=do)
         if view.device != parameter.device:
             what = f"parameter '{name}' is not on the engine's device"
