@@ -98,5 +98,5 @@ def bad_gradients(slots, backend=HOST):
         yield [*good[:-1], strided], f"'{last}' is not contiguous"
     if size:
         elsewhere = "cuda:0" if backend.is_host else "cpu"
-        message = f"'{last}' is on another device: got {elsewhere}"
+        message = f"'{last}' is on the wrong device: got {elsewhere}"
         yield [*good[:-1], RawBuffer(4096, size, "float32", elsewhere)], message

@@ -98,9 +98,7 @@ def test_what_may_shrink_is_not_mapped():
 @pytest.mark.parametrize("size", [1 << 45, 1 << 60, 10**30])
 def test_too_much_is_refused_and_leaves_nothing_open(size):
     before = descriptors()
-    with pytest.raises(
-        OutOfDeviceMemory, match=r"the CPU has too little shared memory \(.*\): got \d+ bytes asked for"
-    ):
+    with pytest.raises(OutOfDeviceMemory, match=r"the CPU has too little shared memory \(.*\): got \d+ bytes"):
         shared_array(size)
     assert descriptors() == before
 
@@ -118,7 +116,7 @@ def test_a_system_that_gives_none_is_named(call, monkeypatch):
     monkeypatch.delattr(shared.os, "memfd_create")
     with pytest.raises(
         DeviceUnavailable,
-        match=r"needs Linux.s memfd_create, which .* does not have: got .*; pass link=\"unix\"",
+        match=r"needs Linux.s memfd_create, which .* lacks: got .*; pass link=\"unix\"",
     ):
         shared_array(1)
 

@@ -260,12 +260,12 @@ class TestRefusals:
         """Gradients that cannot be clipped on a device, with what the error says."""
         first, last = good[0], good[-1]
         pointer = device.kernels.device.view(last, "last")
-        yield [*good[:-1], on_host(last)], r"'buffers\[5\]' is on another device"
+        yield [*good[:-1], on_host(last)], r"'buffers\[5\]' is on the wrong device"
         yield [*good[:-1], first[:3].reshape(-1)[:12]], r"'buffers\[0\]' and 'buffers\[5\]' overlap"
         yield [*good[:-1], device.put(np.ones(12))], r"'buffers\[5\]' has an unsupported dtype"
         yield [*good[:-1], device.put(np.ones((12, 2), np.float32))[:, 0]], r"'buffers\[5\]' is not contiguous"
         yield [*good[:-1], raw(pointer, writable=False)], r"'buffers\[5\]' is read-only"
-        yield [*good[:-1], raw(pointer, device="cuda:7")], r"'buffers\[5\]' is on another device"
+        yield [*good[:-1], raw(pointer, device="cuda:7")], r"'buffers\[5\]' is on the wrong device"
         yield good[:-1], "number of buffers"
         yield [*good[:-1], last[:2]], r"buffers\[5\] has the wrong size"
 

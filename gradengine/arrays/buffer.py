@@ -1,6 +1,7 @@
-"""Flat, checked, zero-copy views of memory: `RawBuffer`, which users pass, and `Buffer`, which all other code takes.
+"""Flat, checked, zero-copy views of memory.
 
-`host.py` and `device.py` make a `Buffer` of any array; the checks that both need are here.
+Users pass a `RawBuffer`. All other code takes a `Buffer`, which `host.py` and `device.py` make from any array. The
+checks that both files need are here.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from gradengine.errors import BufferRefused, LayoutMismatch
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_CONTIGUOUS_COPY = {  # by the module of an array's type
+_CONTIGUOUS_COPY = {  # The keys are the modules of array types.
     "numpy": "numpy.ascontiguousarray(array)",
     "torch": "tensor.contiguous()",
     "cupy": "cupy.ascontiguousarray(array)",
     "mlx": "mlx.core.contiguous(array)",
 }
-_FIRST_ADDRESS = 4096  # no system maps the first page
-_ADDRESS_LIMIT = 1 << 63  # bytes; no machine has more, and the integers of C and NumPy end there
+_FIRST_ADDRESS = 4096  # lowest valid address, since no system maps the first page
+_ADDRESS_LIMIT = 1 << 63  # end of the range of C's and NumPy's signed integers
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,19 @@ class RawBuffer:
     """A raw pointer to contiguous memory of one dtype, on the CPU or a GPU.
 
     Args:
-        pointer: Address of the first element.
-        size: Elements.
-        dtype: "float32", "float16" or "bfloat16"; a NumPy or torch dtype of that name will do.
-        device: "cpu", or a GPU's: "cuda:0".
-        owner: The object whose life is the memory's, kept alive for as long as the buffer is.
+        pointer: Address of the first element, in bytes.
+        size: Number of elements.
+        dtype: "float32", "float16" or "bfloat16", or a NumPy or torch dtype of that name.
+        device: "cpu", or a GPU such as "cuda:0".
+        owner: The object that owns the memory. The buffer keeps it alive.
         writable: False for read-only memory.
-        stream: Handle of the CUDA stream on which the memory is produced: our work waits for all that is queued on that
-            stream, and its later work waits for ours. 0 and 1 are the default stream; None orders nothing. The stream
-            must exist until the step is over.
+        stream: Handle of the CUDA stream that produces the memory. The engine's kernels run after work already queued
+            on that stream, and before later work on it. 0 and 1 are the default stream. None orders nothing. The
+            stream must exist until the step is over.
 
     Raises:
-        BufferRefused: The dtype is unknown, the size is negative, or the address is 0 or is not a multiple of an
-            element's bytes. An address of 0 is taken with a size of 0.
+        BufferRefused: The dtype is not supported, the size is negative, or the address is below 4096 or not a multiple
+            of the itemsize. If `size` is 0, the address may be 0.
 
     Example:
         >>> memory = np.arange(3, dtype=np.float32)
@@ -83,33 +84,35 @@ class RawBuffer:
         object.__setattr__(self, "size", size)
 
 
-@dataclass(eq=False)  # not frozen: 0.3 us instead of 1.2, and one is made for each gradient
+# It is not frozen, since one is made for each gradient. This takes 0.3 us instead of 1.2.
+@dataclass(eq=False)
 class Buffer:
-    """A flat, contiguous view of an array's memory; its fields never change."""
+    """A flat, contiguous view of an array's memory. Its fields never change."""
 
     pointer: int
     size: int
     dtype: str
-    shape: tuple[int, ...]  # the array's own
+    shape: tuple[int, ...]  # shape of the array
     writable: bool  # whether it may be a destination
-    owner: object  # kept alive for as long as this view is
+    owner: object  # object that keeps the memory alive
     device: str = "cpu"
-    data: Any = None  # the elements as a NumPy array, in the storage dtype (bf16 as uint16); None on a GPU
-    producer: ProducerStream | None = None  # the stream it is produced on; None for ours, or CuPy's current one
+    data: Any = None  # elements as a NumPy array in the storage dtype (bf16 as uint16), None on a GPU
+    # The producing stream. None on the CPU, for CuPy arrays (CuPy's current stream) and for gradengine's memory.
+    producer: ProducerStream | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.size * DTYPES[self.dtype].itemsize
 
     def part(self, start: int, stop: int) -> Buffer:
-        """The elements start..stop - 1 of the same memory, flat."""
+        """Return a flat view of the elements start..stop - 1."""
         pointer, size = self.pointer + start * DTYPES[self.dtype].itemsize, stop - start
         data = None if self.data is None else self.data[start:stop]
         return replace(self, pointer=pointer, size=size, shape=(size,), data=data)
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether any byte belongs to both buffers."""
+        """Return whether any byte belongs to both buffers."""
         if not self.size or not other.size:
             return False
         return self.pointer < other.pointer + other.nbytes and other.pointer < self.pointer + self.nbytes
@@ -119,7 +122,7 @@ class Buffer:
 
 
 def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStream | None = None) -> Buffer:
-    """A checked view of a raw pointer's memory, which must be on `device`; raises `BufferRefused`."""
+    """Return a checked view of a raw pointer's memory, or raise `BufferRefused` if it is not on `device`."""
     refuse_other_device(raw.device, component, (device,))
     return Buffer(raw.pointer, raw.size, raw.dtype, (raw.size,), raw.writable, raw.owner, device, producer=producer)
 
@@ -127,7 +130,7 @@ def raw_view(raw: RawBuffer, component: str, device: str, producer: ProducerStre
 def exported_view(
     tensor: Exported, component: str, device: str, producer: ProducerStream | None = None, source: object = None
 ) -> Buffer:
-    """A checked view of the array that `source` exports, whose device was checked; raises `BufferRefused`."""
+    """Return a checked view of the array that `source` exports, or raise `BufferRefused`. Does not check the device."""
     if tensor.dtype not in DTYPES:
         raise unsupported_dtype(component, tensor.dtype)
     refuse_strided(component, tensor.shape, tensor.strides, source)
@@ -139,7 +142,7 @@ def exported_view(
 def refuse_strided(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> None:
     """Raise `BufferRefused` unless elements with these strides are contiguous in C order."""
     dimensions = zip(shape, strides, contiguous_strides(shape), strict=True)
-    # The stride of a dimension of 1 means nothing.
+    # The stride of a dimension of length 1 has no meaning.
     if 0 not in shape and any(length != 1 and stride != dense for length, stride, dense in dimensions):
         raise not_contiguous(component, shape, strides, source)
 
@@ -156,7 +159,10 @@ def refuse_other_shape(component: str, got: tuple[int, ...], shape: tuple[int, .
 
 
 def not_contiguous(component: str, shape: Sequence[int], strides: Sequence[int], source: object) -> BufferRefused:
-    """The error for an array that is not C-contiguous; names its framework's copying call. Strides are in elements."""
+    """Return the error for an array that is not C-contiguous, with its framework's copying call.
+
+    Strides are in elements.
+    """
     call = _CONTIGUOUS_COPY.get(type(source).__module__.partition(".")[0])
     return BufferRefused(
         f"component '{component}' is not contiguous",
@@ -185,10 +191,10 @@ def refuse_other_device(device: str, component: str, expected: Sequence[str] = (
     """Raise `BufferRefused` unless `device` is one of the names of the expected device."""
     if device not in expected:
         raise BufferRefused(
-            f"component '{component}' is on another device",
+            f"component '{component}' is on the wrong device",
             got=device,
             expected=expected[0],
-            do="move all arrays of the call to the engine's device, or build the engine for theirs",
+            do="move all arrays to that device, or create the engine with the arrays' device",
         )
 
 
@@ -196,7 +202,7 @@ def refuse_other_device(device: str, component: str, expected: Sequence[str] = (
 
 
 def refuse_read_only(buffer: Buffer, destination: object, component: str) -> None:
-    """Raise `BufferRefused` for a destination that is read-only, or that autograd tracks."""
+    """Raise `BufferRefused` for a destination that is read-only or tracked by autograd."""
     if getattr(destination, "requires_grad", False):
         raise BufferRefused(
             f"destination '{component}' requires grad",
@@ -209,23 +215,23 @@ def refuse_read_only(buffer: Buffer, destination: object, component: str) -> Non
             f"destination '{component}' is read-only",
             got=type(destination).__name__,
             expected="writable memory",
-            do="pass a writable array (JAX's arrays, and those by DLPack before 1.0, are taken for read-only)",
+            do="pass a writable array (JAX arrays, and exports by DLPack before 1.0, count as read-only)",
         )
 
 
 def refuse_overlapping_destinations(destinations: Mapping[str, Buffer], arena: Buffer) -> None:
-    """Raise `BufferRefused` if two destinations overlap, or one overlaps the arena that they are written from."""
+    """Raise `BufferRefused` if two destinations overlap, or if one overlaps the arena they are written from."""
     pair = overlapping([*destinations.values(), arena])
     if pair is not None:
         names = [*destinations, "the arena"]
         raise BufferRefused(
             f"destinations '{names[pair[0]]}' and '{names[pair[1]]}' overlap in memory",
-            do="pass arrays with memory of their own; without out= the gradients are handed back in the arena",
+            do="pass arrays that share no memory, or omit out= to get views of the arena",
         )
 
 
 def overlapping(buffers: Sequence[Buffer]) -> tuple[int, int] | None:
-    """The positions of two buffers that overlap in memory, or None."""
+    """Return the positions of two buffers that overlap in memory, or None."""
     spans = sorted((b.pointer, b.pointer + b.nbytes, i) for i, b in enumerate(buffers) if b.size)
     for (_, stop, before), (start, _, after) in itertools.pairwise(spans):
         if stop > start:

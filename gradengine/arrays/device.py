@@ -1,4 +1,4 @@
-"""Views of arrays in a GPU's memory: CuPy, torch, DLPack producers, CUDA array interfaces and raw pointers."""
+"""Views of arrays in GPU memory from CuPy, torch, DLPack producers, CUDA array interfaces and raw pointers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from gradengine.arrays.frameworks import (
 from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.errors import BufferRefused
 
-_MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryType: device, managed
+_MEMORY_OF_A_DEVICE = {2, 3}  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
 
 
 def device_of(source: object) -> str:
-    """The device of an array: "cpu", "cuda:0", ...; "cpu" for anything else, which `host_buffer` refuses."""
+    """Return the device of an array, or "cpu" for other objects, which `host_buffer` then refuses."""
     if isinstance(source, RawBuffer):
         return source.device
     if is_torch(source):
@@ -50,24 +50,25 @@ def device_of(source: object) -> str:
 
 
 def _device_of_interface(source: Any) -> str:
-    """The device of a CUDA array interface by its address, as the driver knows it; "cuda:0" without CuPy or a driver.
+    """Return the device of a CUDA array interface's address from the driver, or "cuda:0" without CuPy or a driver.
 
-    CuPy is imported here: the caller creates the kernels of that device next.
+    CuPy may be imported here, since the caller creates the kernels of that device next.
     """
     try:
         cupy, pointer = importlib.import_module("cupy"), int(source.__cuda_array_interface__["data"][0])
         found = cupy.cuda.runtime.pointerGetAttributes(pointer)
-    except Exception:  # noqa: BLE001  (no CuPy, no driver, any object's interface: `device_buffer` says what is wrong)
+    except Exception:  # noqa: BLE001  (`device_buffer` reports a missing CuPy or driver, or a bad interface)
         return "cuda:0"
     return f"cuda:{found.device}" if found.type in _MEMORY_OF_A_DEVICE else "cuda:0"
 
 
 def device_buffer(source: Any, component: str, device: str, array_type: type, stream: int) -> Buffer:
-    """A view of `source`, which must be contiguous, on `device`, in fp32, fp16 or bf16; else raises `BufferRefused`.
+    """Return a view of `source`, which must be contiguous, on `device`, and fp32, fp16 or bf16.
 
-    `array_type` is cupy.ndarray, which needs no protocol; else `source` is a torch tensor, a `RawBuffer`, a DLPack
-    producer (JAX), or has `__cuda_array_interface__`. `stream` will read it, as DLPack numbers them; -1 asks a DLPack
-    producer to order nothing. The others order nothing: see `Buffer.producer` and `exporting_stream`.
+    `source` is an `array_type` (cupy.ndarray, which needs no protocol), a torch tensor, a `RawBuffer`, a DLPack
+    producer (JAX), or has `__cuda_array_interface__`. Raises `BufferRefused` otherwise. `stream` is the reading stream
+    in DLPack's numbering. -1 makes a DLPack producer order nothing. The other kinds of source order nothing here. See
+    `Buffer.producer` and `exporting_stream`.
     """
     if isinstance(source, array_type):
         return _from_own_array(source, component, device)
@@ -81,8 +82,8 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
             source = jax_copy(source, component, device)
             refuse_other_device(jax_device(source, component), component, (device,))
             if stream == -1:
-                what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture: it is immutable"
-                raise BufferRefused(what, do="add it outside of a capture")
+                what = f"component '{component}' is a JAX array, which a CUDA graph cannot capture"
+                raise BufferRefused(what, do="add it outside of the capture")
         devices = (device, device.replace("cuda", "cuda_managed"))
         return dlpack_view(source, component, devices, stream, ProducerStream())
     if hasattr(source, "__cuda_array_interface__"):
@@ -90,12 +91,12 @@ def device_buffer(source: Any, component: str, device: str, array_type: type, st
     raise BufferRefused(
         f"component '{component}' is not an array on a GPU",
         got=type(source).__name__,
-        expected=f"an array on {device}: CuPy, DLPack (torch, JAX), __cuda_array_interface__, or a RawBuffer",
+        expected=f"an array on {device} (CuPy, torch, JAX, DLPack, __cuda_array_interface__) or a RawBuffer",
     )
 
 
 def exporting_stream(source: Any) -> NamedStream | None:
-    """The stream of a CUDA array interface, or None; to be waited for at once, since it may be destroyed later."""
+    """Return the stream of a CUDA array interface, or None. Wait for it now, since it may be destroyed later."""
     interface: Any = source.__cuda_array_interface__ if hasattr(source, "__cuda_array_interface__") else None
     handle = interface.get("stream") if isinstance(interface, Mapping) else None
     return None if handle is None else NamedStream(handle)
@@ -110,7 +111,7 @@ def _from_own_array(array: Any, component: str, device: str) -> Buffer:
 
 
 def _interface_of(source: Any, component: str, device: str) -> Exported:
-    """The exported array. The interface has no field for the device: `kernels/cuda_device.py` asks the driver."""
+    """Return the exported array. Its device is checked in `kernels/cuda_device.py`, since the interface lacks it."""
     interface = source.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise BufferRefused(f"component '{component}' is a masked array", do="pass the array without mask")

@@ -1,7 +1,7 @@
-"""Reader of DLPack capsules by ctypes: pointer, dtype, shape, strides and device, also of bf16 and of a GPU's memory.
+"""Reader of DLPack capsules by ctypes, which returns pointer, dtype, shape, strides and device.
 
-`numpy.from_dlpack` takes neither of these two. The capsule is kept as the owner of the memory and never renamed to
-"used_dltensor", so that its own destructor frees the producer's reference.
+It also reads bf16 and GPU memory, which `numpy.from_dlpack` does not support. The capsule is kept as the owner of the
+memory. It is never renamed to "used_dltensor", so that its destructor frees the producer's reference.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from gradengine.arrays.dtypes import by_dlpack_code
 from gradengine.arrays.lost import device_failed, status_of_loss
 from gradengine.errors import BufferRefused, GradientError
 
-_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost: all readable by the CPU
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost and kDLROCMHost, which the CPU can read
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda_managed"}
 _KINDS = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # writes to a copy would not reach its producer
-_WRITABLE = {"torch", "cupy"}  # whose arrays can all be written
-MAX_DIMENSIONS = 64  # NumPy's and torch's limit; a capsule that claims more would have us read beyond its shape
+_READ_ONLY_FLAG, _COPY_FLAG = 1, 2  # Writes to a copy would not reach the producer.
+_WRITABLE = {"torch", "cupy"}  # frameworks whose arrays are all writable
+MAX_DIMENSIONS = 64  # limit of NumPy and torch, and of what is read from a capsule's shape
 
 
-class Exported(NamedTuple):  # 0.4 us to make, a frozen dataclass 1.2
-    """An array as a protocol exports it, unchecked; strides in elements."""
+class Exported(NamedTuple):  # 0.4 us to make, instead of 1.2 for a frozen dataclass
+    """An array as a protocol exports it, before checks. Strides are in elements."""
 
-    pointer: int  # of the first element; 0 where there is none
-    dtype: str  # its name, or a description of an unsupported one
+    pointer: int  # address of the first element, or 0 if there is none
+    dtype: str  # name, or a description of an unsupported dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: str
     writable: bool
-    owner: object  # what must stay alive while the memory is in use
+    owner: object  # object that keeps the memory alive
 
 
 def exporting_device(source: Any, component: str) -> str:
-    """The device of a DLPack producer, "cpu", "cuda:0", ...
+    """Return the device of a DLPack producer, such as "cpu" or "cuda:0".
 
     Raises:
-        BufferRefused: The producer's own error.
-        DeviceFailed: That of a device that has failed.
+        BufferRefused: The producer raised an error.
+        DeviceFailed: The device has failed.
     """
     try:
         return dlpack_device(source)
-    except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
+    except Exception as refusal:  # noqa: BLE001  (a framework may raise any error)
         raise _cannot_export(source, component, refusal) from None
 
 
 def dlpack_device(source: Any) -> str:
-    """The device of a DLPack producer, as `exporting_device`; raises the producer's own errors unchanged."""
+    """Return the device of a DLPack producer, as `exporting_device`. Raises the producer's errors unchanged."""
     device_type, ordinal = source.__dlpack_device__()
-    is_unnumbered = ordinal is None and int(device_type) in _HOST_DEVICES  # Paddle's, of which there is one
+    is_unnumbered = ordinal is None and int(device_type) in _HOST_DEVICES  # Paddle does not number its CPU.
     return _device_name(int(device_type), 0 if is_unnumbered else int(ordinal))
 
 
 def exported(source: Any, component: str, stream: int | None = None) -> Exported:
-    """The array that `source.__dlpack__()` exports; raises `BufferRefused` for another version of DLPack than 0 or 1.
+    """Return the array that `source.__dlpack__()` exports. Raises `BufferRefused` unless DLPack's version is 0 or 1.
 
-    `stream` is the consumer's on a GPU, as DLPack numbers them; None on the CPU.
+    `stream` is the consumer's stream on a GPU in DLPack's numbering, and None on the CPU.
     """
     capsule = _capsule_of(source, component, {} if stream is None else {"stream": stream})
     tensor, writable = _tensor_in(capsule, component)
@@ -72,7 +72,7 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
             got=f"{dimensions} dimensions{'' if tensor.shape else ' and a null pointer for them'}",
             expected=f"0 to {MAX_DIMENSIONS}",
         )
-    shape = tuple(tensor.shape[:dimensions])  # a ctypes pointer has no bounds: hence the check above
+    shape = tuple(tensor.shape[:dimensions])  # A ctypes pointer has no bounds, so `dimensions` is checked above.
     strides = tuple(tensor.strides[:dimensions]) if tensor.strides else contiguous_strides(shape)
     return Exported(
         pointer=tensor.data + tensor.byte_offset if tensor.data else 0,
@@ -86,7 +86,7 @@ def exported(source: Any, component: str, stream: int | None = None) -> Exported
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-contiguous array of that shape: (12, 4, 1) of (2, 3, 4)."""
+    """Return the strides, in elements, of a C-contiguous array. The shape (2, 3, 4) gives (12, 4, 1)."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -126,14 +126,14 @@ def _capsule_of(source: Any, component: str, options: dict[str, int]) -> object:
     try:
         try:
             return source.__dlpack__(max_version=(1, 0), **options)
-        except TypeError:  # a producer older than DLPack 1.0 does not know the argument
+        except TypeError:  # Producers older than DLPack 1.0 do not take this argument.
             return source.__dlpack__(**options)
-    except Exception as refusal:  # noqa: BLE001  (a framework's own code, and its own errors)
+    except Exception as refusal:  # noqa: BLE001  (a framework may raise any error)
         raise _cannot_export(source, component, refusal) from None
 
 
 def _cannot_export(source: object, component: str, refusal: Exception) -> GradientError:
-    if status_of_loss(refusal) is not None:  # CuPy asks the driver what kind of memory it has
+    if status_of_loss(refusal) is not None:  # CuPy calls the driver to find the kind of memory.
         return device_failed(refusal)
     return BufferRefused(
         f"component '{component}' cannot be exported by its framework ({said(refusal)})", got=type(source).__name__
@@ -141,7 +141,7 @@ def _cannot_export(source: object, component: str, refusal: Exception) -> Gradie
 
 
 def _tensor_in(capsule: object, component: str) -> tuple[_DLTensor, bool | None]:
-    """The tensor, and whether it may be written: None if the capsule is older than DLPack 1.0 and cannot say so."""
+    """Return the tensor, and whether it may be written. This is None for capsules before DLPack 1.0, which lack it."""
     name = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else type(capsule).__name__
     if name == b"dltensor":
         return _DLTensor.from_address(_capsule_pointer(capsule, name)), None

@@ -1,7 +1,7 @@
-"""torch and JAX arrays as their frameworks describe them, and slices of any framework's; no framework is imported.
+"""Views of torch and JAX arrays by their own attributes, and slices of any framework's arrays.
 
-DLPack alone is not enough: for a torch tensor it takes 6 us where torch's own attributes take 1, and it does not tell
-torch's current stream, nor whether autograd tracks a tensor, nor that JAX's arrays are immutable.
+No framework is imported. DLPack alone is not enough. For a torch tensor it takes 6 us, and torch's attributes 1 us. It
+also lacks torch's current stream, whether autograd tracks a tensor, and that JAX arrays are immutable.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from gradengine.arrays.dtypes import supported_name, unsupported_dtype
 from gradengine.arrays.streams import ProducerStream
 from gradengine.errors import BufferRefused, LayoutMismatch
 
-AnyArray: TypeAlias = Any  # of any framework
+AnyArray: TypeAlias = Any  # an array of any framework
 
-TAKEN = "_gradengine_taken"  # attribute of a torch gradient: its version counter when it was last given to an engine
+TAKEN = "_gradengine_taken"  # attribute of a torch gradient, its version counter when an engine last received it
 
-_NO_KIND = object()  # of which nothing is
+_NO_KIND = object()  # a stand-in for a class that does not exist
 
 
 def is_torch(source: object) -> bool:
-    """Whether this is a torch tensor or parameter; False for a subclass, whose memory may not hold its values."""
+    """Return whether this is a torch tensor or parameter. A subclass's memory may not hold its values, so it is not."""
     return type(source) in torch_kinds()
 
 
 def torch_kinds() -> tuple[object, object]:
-    """Return torch's Tensor and Parameter, or what no array is an instance of."""
-    torch = sys.modules.get("torch")  # half imported it lacks either name
+    """Return torch's classes Tensor and Parameter. A class that is missing is replaced by an object."""
+    torch = sys.modules.get("torch")  # While it is being imported, it may lack either name.
     return getattr(torch, "Tensor", _NO_KIND), getattr(getattr(torch, "nn", None), "Parameter", _NO_KIND)
 
 
@@ -45,15 +45,15 @@ class TorchDevice(Protocol):
 
     @property
     def type(self) -> str:
-        """Its kind: "cpu", "cuda", ..."""
+        """The kind of device, such as "cpu" or "cuda"."""
 
     @property
     def index(self) -> Any:
-        """Its number; None means the current device, which is taken to be the first."""
+        """The number of the device. None means the current device, which is taken to be number 0."""
 
 
 def device_name(device: object) -> object:
-    """The name of a torch.device: "cpu", "cuda:1"; anything else unchanged."""
+    """Return the name of a torch.device, such as "cpu" or "cuda:1". Other objects are returned unchanged."""
     kind = getattr(sys.modules.get("torch"), "device", None)
     if not (isinstance(kind, type) and isinstance(device, kind)):
         return device
@@ -62,7 +62,7 @@ def device_name(device: object) -> object:
 
 
 def is_jax(source: object) -> bool:
-    """Whether this is a JAX array, or a tracer inside a transformation."""
+    """Return whether this is a JAX array, or a tracer inside a transformation."""
     array_type = getattr(sys.modules.get("jax"), "Array", None)
     return array_type is not None and isinstance(source, array_type)
 
@@ -79,21 +79,21 @@ class TorchStream(ProducerStream):
 
 
 def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
-    """A view of a torch tensor on one of `devices`; read-only if autograd tracks it. No element is read.
+    """Return a view of a torch tensor on one of `devices`. It is read-only if autograd tracks the tensor.
 
-    Raises `BufferRefused` for a parameter rather than a gradient, and for a tensor that is sparse, quantised, not
-    contiguous, lazily negated, without storage, or of another dtype or device.
+    Reads no element. Raises `BufferRefused` for a parameter, and for a tensor that is sparse, quantised, not contiguous
+    or lazily negated, has no storage, or has the wrong dtype or device.
     """
     torch = sys.modules["torch"]
     device = torch_device(tensor)
     if device not in devices:
         if tensor.is_meta:
             what, got = f"component '{component}' is on the meta device and has no memory", "a shape alone"
-            do = "materialise the module before backward: module.to_empty(device=...), then load its weights"
+            do = "call module.to_empty(device=...) and load the weights before backward"
             raise BufferRefused(what, got=got, do=do)
         refuse_other_device(device, component, devices)
     if tensor.layout is not torch.strided:
-        what = f"component '{component}' is sparse, or of another torch.layout than strided"
+        what = f"component '{component}' is sparse, or has the wrong torch.layout"
         do = "pass .to_dense(), or build the embedding with sparse=False"
         raise BufferRefused(what, got=str(tensor.layout), expected="torch.strided", do=do)
     dtype = supported_name(tensor.dtype)
@@ -106,7 +106,7 @@ def torch_buffer(tensor: Any, component: str, devices: Sequence[str]) -> Buffer:
         do = "pass plain tensors, outside of torch.func transformations"
         raise BufferRefused(what, got=type(tensor).__name__, do=do) from None
     if tensor.requires_grad and tensor.is_leaf:
-        what = f"component '{component}' requires grad: it is a parameter, not a gradient or a destination"
+        what = f"component '{component}' requires grad"
         raise BufferRefused(what, got=type(tensor).__name__, do="pass its .grad, or .detach() it")
     if not tensor.is_contiguous():
         raise not_contiguous(component, shape, tensor.stride(), tensor)
@@ -123,13 +123,13 @@ def dlpack_view(
     stream: int | None = None,
     producer: ProducerStream | None = None,
 ) -> Buffer:
-    """Return a view of a DLPack producer's array; read-only for a JAX array, which JAX exports as writable.
+    """Return a view of a DLPack producer's array. It is read-only for a JAX array, although JAX exports it as writable.
 
-    `devices` are the names of the one device that is allowed, as DLPack has them: "cuda:0", "cuda_managed:0". Raises
-    `BufferRefused` for any other, and for an array that is lazily negated, distributed or not contiguous.
+    `devices` are DLPack's names of the one device that is allowed, such as "cuda:0" and "cuda_managed:0". Raises
+    `BufferRefused` for a different device, and for an array that is lazily negated, distributed or not contiguous.
     """
     is_neg = getattr(source, "is_neg", None)
-    if callable(is_neg) and is_neg():  # a subclass's memory need not hold its values
+    if callable(is_neg) and is_neg():  # The memory of a tensor's subclass may not hold its values.
         raise _negated(component)
     refuse_distributed(component, source)
     refuse_other_device(exporting_device(source, component), component, devices)
@@ -147,41 +147,43 @@ def _negated(component: str) -> BufferRefused:
 def refuse_distributed(component: str, source: object) -> None:
     """Raise `BufferRefused` for a DTensor, whose memory is one rank's shard."""
     if hasattr(source, "to_local"):
-        do = "lay out the local shapes, and add .to_local() of each gradient"
+        do = "build the layout from local shapes, and pass .to_local() of each gradient"
         raise BufferRefused(f"component '{component}' is a distributed tensor", got=type(source).__name__, do=do)
 
 
 def torch_device(tensor: Any) -> str:
-    """The device of a torch tensor: "cpu", "cuda:0", ..."""
+    """Return the device of a torch tensor, such as "cpu" or "cuda:0"."""
     if tensor.is_cpu:
         return "cpu"
     return f"{tensor.device.type}:{tensor.device.index or 0}"
 
 
 def jax_on_host(array: Any, component: str) -> Array:
-    """A JAX array on the CPU, from `jax_copy`, as a read-only NumPy array; waits until it is computed."""
+    """Return a JAX array on the CPU, from `jax_copy`, as a read-only NumPy array. Waits until JAX has computed it."""
     refuse_other_device(jax_device(array, component), component)
-    if not isinstance(array.dtype, np.dtype):  # a key of JAX's random numbers, of which older JAX makes objects
+    # A JAX random key has no NumPy dtype. Older JAX would convert it to an array of objects.
+    if not isinstance(array.dtype, np.dtype):
         raise unsupported_dtype(component, str(array.dtype))
     host: Array = np.asarray(array)
     return host
 
 
 def jax_device(array: Any, component: str) -> str:
-    """The device of a JAX array, "cpu", "cuda:0", ..., the first of a replicated one; raises as `jax_copy`."""
+    """Return the device of a JAX array, or the first device of a replicated one. Raises as `jax_copy`."""
     return _jax_devices(jax_copy(array, component).sharding)[0]
 
 
 def jax_copy(array: Any, component: str, device: str = "cpu") -> Any:
-    """The JAX array; of one that is replicated over several devices its copy on `device`, or else its first one here.
+    """Return the JAX array, or one of its copies if it is replicated over several devices.
 
-    Raises `BufferRefused` if the array is traced, deleted or sharded.
+    This is the copy on `device`, or otherwise the first one of this process. Raises `BufferRefused` if the array is
+    traced, deleted or sharded.
     """
     if isinstance(array, sys.modules["jax"].core.Tracer):
         what = f"component '{component}' is traced by JAX and has no memory yet"
-        raise BufferRefused(what, got=type(array).__name__, do="pass what the jitted function returns, outside of it")
+        raise BufferRefused(what, got=type(array).__name__, do="pass the result of the jitted function, outside of it")
     if array.is_deleted():
-        got, do = f"{array.dtype}{list(array.shape)}", "do not donate gradients that are still to be added"
+        got, do = f"{array.dtype}{list(array.shape)}", "do not donate gradients before they are added"
         raise BufferRefused(f"component '{component}' was deleted by JAX", got=got, do=do)
     devices = _jax_devices(array.sharding)
     if len(devices) == 1:
@@ -194,7 +196,7 @@ def jax_copy(array: Any, component: str, device: str = "cpu") -> Any:
     return next((copy for copy in copies if _jax_devices(copy.sharding)[0] == device), copies[0])
 
 
-@functools.lru_cache(maxsize=64)  # 0.5 us an array otherwise, and a process has few
+@functools.lru_cache(maxsize=64)  # The cache saves 0.5 us an array, and a process has few shardings.
 def _jax_devices(sharding: Any) -> tuple[str, ...]:
     names = ((device.platform.replace("gpu", "cuda"), device.local_hardware_id) for device in sharding.device_set)
     return tuple("cpu" if kind == "cpu" else f"{kind}:{ordinal}" for kind, ordinal in names)
@@ -206,26 +208,26 @@ def _torch_stream(device: str) -> TorchStream:
 
 
 def memories_of(sources: Iterable[object]) -> tuple[object, ...]:
-    """Return what keeps the arrays' memory alive: a torch tensor may be given another one, but not its storage."""
+    """Return the objects that keep the arrays' memory alive. A torch tensor may get new memory, its storage may not."""
     kinds = torch_kinds()
     return tuple(source.untyped_storage() if type(source) in kinds else source for source in sources)  # type: ignore[attr-defined]
 
 
 def note_written(arrays: Iterable[object]) -> None:
-    """Increment the version counters of torch tensors that we wrote to, so that a backward that saved them fails."""
+    """Increment the version counters of written torch tensors, so that a backward that saved them fails."""
     kinds = torch_kinds()
     tensors: list[Any] = [array for array in arrays if type(array) in kinds and not array.is_inference()]  # type: ignore[attr-defined]
     if not tensors:
         return
     count_change = sys.modules["torch"].autograd.graph.increment_version
     try:
-        count_change(tensors)  # 0.02 us each, and one by one 0.5
-    except (TypeError, RuntimeError):  # an older torch takes one
+        count_change(tensors)  # 0.02 us each, or 0.5 us one by one
+    except (TypeError, RuntimeError):  # Older torch takes a single tensor.
         for tensor in tensors:
             count_change(tensor)
     for tensor in tensors:
         whole = tensor if tensor._base is None else tensor._base
-        if hasattr(whole, TAKEN):  # this change was not made by a backward
+        if hasattr(whole, TAKEN):  # No backward made this change.
             setattr(whole, TAKEN, whole._version)
 
 
@@ -233,9 +235,10 @@ def note_written(arrays: Iterable[object]) -> None:
 
 
 def as_sliceable(array: AnyArray, what: str) -> AnyArray:
-    """An array whose `array[...]` are views: the array itself, detached from autograd, or a DLPack producer's view.
+    """Return an array whose slices are views.
 
-    Raises `BufferRefused` if it is not an array, or is sparse, masked, or of a dtype unknown to NumPy.
+    This is the array itself, detached from autograd, or a view of a DLPack producer's array. Raises `BufferRefused` if
+    it is not an array, is sparse or masked, or has a dtype unknown to NumPy.
     """
     if is_torch(array):
         if array.layout is not sys.modules["torch"].strided:
@@ -250,31 +253,31 @@ def as_sliceable(array: AnyArray, what: str) -> AnyArray:
     try:
         xp = np if dlpack_device(array) == "cpu" else importlib.import_module("cupy")
         return xp.from_dlpack(array)
-    except Exception as fault:  # noqa: BLE001  (a framework's own code, and its own errors)
+    except Exception as fault:  # noqa: BLE001  (a framework may raise any error)
         raise BufferRefused(f"{what} cannot be read by DLPack ({said(fault)})", got=type(array).__name__) from None
 
 
 def copied(array: AnyArray) -> AnyArray:
-    """A contiguous copy."""
+    """Return a contiguous copy."""
     if is_torch(array):
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return array.copy() if hasattr(array, "copy") else array.clone()  # Paddle
+    return array.copy() if hasattr(array, "copy") else array.clone()  # Paddle has no copy().
 
 
 def empty_like(array: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-    """An uninitialised array of another shape, of the array's framework, dtype and device."""
+    """Return an uninitialised array of this shape with the array's framework, dtype and device."""
     if is_torch(array):
         return array.new_empty(shape)
     return _module_of(array).empty(shape, array.dtype)
 
 
 def joined_by_jax(arrays: Sequence[AnyArray], dimension: int) -> AnyArray:
-    """JAX arrays concatenated along a dimension."""
+    """Concatenate JAX arrays along a dimension."""
     return sys.modules["jax"].numpy.concatenate(arrays, axis=dimension)
 
 
 def assign(whole: AnyArray, parts: Iterable[tuple[tuple[Any, ...], AnyArray]], what: str) -> None:
-    """Assign `whole[index] = part` for each pair; raises the framework's own errors as `BufferRefused`."""
+    """Assign `whole[index] = part` for each pair. Raises the framework's errors as `BufferRefused`."""
     try:
         for index, part in parts:
             whole[index] = part
@@ -283,9 +286,9 @@ def assign(whole: AnyArray, parts: Iterable[tuple[tuple[Any, ...], AnyArray]], w
 
 
 def refuse_mixed(array: AnyArray, first: AnyArray, what: str) -> None:
-    """Raise `LayoutMismatch` unless both are of one framework and dtype."""
+    """Raise `LayoutMismatch` unless both arrays have the same framework and dtype."""
     if (kind := _kind_of(array)) != (expected := _kind_of(first)):
-        raise LayoutMismatch(f"{what} is of another framework or dtype than rank 0's", got=kind, expected=expected)
+        raise LayoutMismatch(f"{what} has a different framework or dtype than on rank 0", got=kind, expected=expected)
 
 
 def _kind_of(array: AnyArray) -> str:

@@ -1,8 +1,9 @@
-"""The facts that decide whether arrays are accepted, and a cache of what was made of arrays with the same facts.
+"""The facts that decide whether arrays are accepted, and a cache of results for arrays with the same facts.
 
-Arrays are checked one by one where their facts are new. Arrays of a form that was checked need no second check, also
-if they are other objects: an array that is passed exists, so that its address is its own. Arrays by DLPack and by
-interfaces have no facts: they are checked in each call, since only their export orders their work before ours.
+Arrays are checked one by one if their facts are new. Arrays with a form that was checked need no second check, even if
+they are different objects. An array that is passed exists, so no other array has its address. Arrays by DLPack and by
+CUDA array interfaces have no facts. They are checked in each call, since only their export orders their work before the
+engine's work.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from gradengine.arrays.host import without_owners
 Made = TypeVar("Made")
 _base, _dtype, _shape, _is_dense = map(attrgetter, ("base", "dtype", "shape", "flags.c_contiguous"))
 _cupy_form = attrgetter("dtype", "shape", "strides", "data.device_id")
-# A pointer's own address is part of its form: only a check finds out what lies there.
+# The form of a pointer includes its address, since only a check finds out which memory is there.
 _raw_form = attrgetter("pointer", "size", "dtype", "device", "writable", "stream")
 
 
 class Facts(NamedTuple):
     """All that decides whether arrays are accepted."""
 
-    form: list[Any]  # dtype, shape and the like of each, and which of them are no arrays
-    pointers: list[int]  # the address of each, 0 for no array; empty where NumPy arrays are read, not written
+    form: list[Any]  # dtype, shape and so on of each array, and which of them are None
+    pointers: list[int]  # address of each array (0 for None), empty if NumPy arrays are only read
 
 
 @final
 class KnownArrays(Generic[Made]):
-    """What was made of the arrays of earlier calls that were written to, for arrays with the same facts.
+    """The results made from destination arrays in earlier calls, for arrays with the same facts.
 
     No array is kept alive. At most `most` sets of arrays are remembered.
     """
@@ -47,9 +48,9 @@ class KnownArrays(Generic[Made]):
     def of(
         self, facts: Facts | None, resolve: Callable[[], Sequence[Any]], make: Callable[[Sequence[Any]], Made]
     ) -> Made:
-        """Return what `make` makes of arrays with these facts; `resolve` checks them where their form is new.
+        """Return the result of `make` for arrays with these facts. `resolve` checks the arrays if their form is new.
 
-        Nothing is remembered of arrays that have no facts, or whose owners must be kept: their stream is unknown.
+        Nothing is remembered for arrays without facts, or with an unknown stream, since their owners must be kept.
         """
         for known, _, made in self._known:
             if known == facts:
@@ -65,7 +66,7 @@ class KnownArrays(Generic[Made]):
         return made
 
     def _moved(self, facts: Facts | None) -> list[Any] | None:
-        """Return views of arrays of a form that is known, wherever they lie; None if they must be checked."""
+        """Return views of arrays whose form is known, at any address, or None if they must be checked."""
         if facts is not None:
             for known, views, _ in self._known:
                 if known.form == facts.form:
@@ -78,8 +79,8 @@ def facts_of(sources: Sequence[Any], own: type, ours: object = None, *, written:
 
     Args:
         sources: Arrays, or None.
-        own: The device's own kind of array: numpy.ndarray, cupy.ndarray.
-        ours: The owner of our own memory on the host: views of it have no facts.
+        own: The device's class of arrays, numpy.ndarray or cupy.ndarray.
+        ours: The owner of gradengine's memory on the host. Views of that memory have no facts.
         written: Whether the arrays will be written to.
     """
     kinds = set(map(type, sources))
@@ -104,7 +105,7 @@ def _each(form: Callable[[Any], Any], sources: Sequence[Any]) -> list[Any]:
 
 
 def _of_numpy(sources: Sequence[Any], ours: object) -> Facts | None:
-    """Return the facts of arrays that are all read where they lie; none of views of `ours`, or of no array's memory."""
+    """Return the facts of arrays that are only read, or None for views of `ours` or of memory that no array owns."""
     if set(map(type, map(_base, sources))) != {NoneType}:
         for base in map(_base, sources):
             if base is not None and (type(base) is not np.ndarray or base.base is not None or base is ours):
@@ -113,7 +114,7 @@ def _of_numpy(sources: Sequence[Any], ours: object) -> Facts | None:
 
 
 def _of_written_numpy(sources: Sequence[Any]) -> Facts | None:
-    """Return the facts of arrays that are written to; none if one is read-only or empty."""
+    """Return the facts of arrays that are written to, or None if one is read-only or empty."""
     try:
         pointers = [0 if s is None else ctypes.addressof(ctypes.c_char.from_buffer(s)) for s in sources]
     except (TypeError, ValueError):
@@ -122,7 +123,7 @@ def _of_written_numpy(sources: Sequence[Any]) -> Facts | None:
 
 
 def _numpy_form(arrays: Sequence[Any]) -> list[Any]:
-    # Lists by attribute are made and compared in half the time of tuples by array.
+    # A list for each attribute takes half the time of a tuple for each array.
     return [list(map(_dtype, arrays)), list(map(_shape, arrays)), list(map(_is_dense, arrays))]
 
 
@@ -133,12 +134,12 @@ def _of_torch(sources: Sequence[Any]) -> Facts | None:
             for t in sources
         ]
         return Facts(form, [0 if t is None else t.data_ptr() for t in sources])
-    except RuntimeError:  # sparse, or without storage: whoever checks it says so
+    except RuntimeError:  # The check reports a tensor that is sparse or has no storage.
         return None
 
 
 def views_at(views: Sequence[Buffer | None], pointers: Sequence[int]) -> list[Buffer | None] | None:
-    """Return views like these at other addresses, without owners; None if an address needs a check of its own."""
+    """Return views like these at different addresses, without owners, or None if an address must be checked."""
     given = [pointer for view, pointer in zip(views, pointers, strict=True) if view is not None]
     if not all(given) or any(pointer % 4 for pointer in given):
         return None

@@ -1,7 +1,7 @@
-"""Host memory that other processes of this host can map: a file without a name, freed when no process has it any more.
+"""Host memory that other processes of this host can map.
 
-It is never in /dev/shm, and no mount limits its size. The file is sealed so that it cannot shrink: a process that reads
-beyond a file's end is killed by SIGBUS.
+The memory is a file without a name, freed when no process uses it. It is never in /dev/shm, and no mount limits its
+size. The file is sealed so that it cannot shrink, since a process that reads beyond a file's end is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gradengine.errors import DeviceUnavailable, OutOfDeviceMemory
 
 @final
 class SharedMemory(mmap.mmap):
-    """A mapping of memory that this process has made, which is kept as long as an array in it exists.
+    """A mapping of memory that this process has made. It is kept as long as an array in it exists.
 
     Attributes:
-        descriptor: The file's descriptor, to be passed to other processes.
+        descriptor: The file's descriptor, which can be passed to other processes.
         address: The address at which the file is mapped.
     """
 
@@ -34,13 +34,13 @@ class SharedMemory(mmap.mmap):
 
 
 def shared_array(size: int) -> npt.NDArray[np.float32]:
-    """Flat fp32 zeros at a 128-byte boundary, which other processes can map.
+    """Return flat fp32 zeros at a 128-byte boundary, which other processes can map.
 
-    A forked child's writes are private to it. Pages that it has not written show what its parent writes: not a copy.
+    A forked child's writes are private to the child. Pages that the child has not written show the parent's writes.
 
     Raises:
         DeviceUnavailable: This system has no such memory.
-        OutOfDeviceMemory: The system has too little of it, or this process may have no more descriptors.
+        OutOfDeviceMemory: The system has too little memory, or this process may have no more file descriptors.
     """
     if not hasattr(os, "memfd_create"):
         refuse_without_shared_memory()
@@ -53,7 +53,8 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             memory = SharedMemory(descriptor, nbytes)
-            with contextlib.suppress(OSError):  # Linux before 5.1: there others could make a mapping to write to it
+            # Without this seal other processes can map the memory for writing. Linux before 5.1 lacks the seal.
+            with contextlib.suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(descriptor)
@@ -61,9 +62,10 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
     except (OSError, ValueError, OverflowError) as fault:
         what = f"the CPU has too little shared memory ({fault})"
         do = 'raise the limits (ulimit -f, -n), or connect with link="unix" on all ranks'
-        raise OutOfDeviceMemory(what, got=f"{nbytes} bytes asked for", do=do) from None
+        raise OutOfDeviceMemory(what, got=f"{nbytes} bytes requested", do=do) from None
     weakref.finalize(memory, os.close, descriptor).atexit = False
-    with contextlib.suppress(OSError):  # where the kernel has no huge pages; a pass takes up to 1.15 times as long then
+    # The kernel may have no huge pages. A pass then takes up to 1.15 times as long.
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     memory.descriptor, memory.address = descriptor, data.ctypes.data
@@ -72,12 +74,12 @@ def shared_array(size: int) -> npt.NDArray[np.float32]:
 
 
 def has_shared_memory() -> bool:
-    """Whether this process can make such memory: not if Python or the system lacks memfd_create, or forbids it."""
+    """Return whether this process can make such memory. Python or the system may lack or forbid memfd_create."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
         os.close(os.memfd_create("gradengine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except OSError:  # of too few descriptors too, as whoever needs one more will say
+    except OSError:  # This includes too few descriptors, which the next call that opens a file reports.
         return False
     return True
 
@@ -85,15 +87,15 @@ def has_shared_memory() -> bool:
 def refuse_without_shared_memory() -> None:
     """Raise `DeviceUnavailable` if this process cannot make such memory."""
     if not has_shared_memory():
-        what = "shared memory needs Linux's memfd_create, which this system or Python does not have"
+        what = "shared memory needs Linux's memfd_create, which this system or Python lacks"
         do = 'pass link="unix" on all ranks'
         raise DeviceUnavailable(what, got=sys.platform, do=do)
 
 
 def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
-    """This process's shared memory that contains the array, and the array's first byte in it; None if none does."""
+    """Return this process's shared memory that contains the array, and the array's byte offset in it, or None."""
     address = memory.ctypes.data
-    for reference in _made.valuerefs():  # a list: other threads make some, and drop some
+    for reference in _made.valuerefs():  # This is a list, so other threads may add and drop entries.
         whole = reference()
         if whole is not None and whole.address <= address <= whole.address + len(whole) - memory.nbytes:
             return whole, address - whole.address
@@ -101,10 +103,10 @@ def place_of(memory: npt.NDArray[Any]) -> tuple[SharedMemory, int] | None:
 
 
 def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """All of another process's shared memory, to be read; the descriptor may be closed afterwards.
+    """Map all of another process's shared memory for reading. The descriptor may be closed afterwards.
 
     Raises:
-        OSError, ValueError: The descriptor is not that of shared memory that never shrinks, or cannot be mapped.
+        OSError, ValueError: The descriptor does not belong to shared memory that never shrinks, or cannot be mapped.
     """
     import fcntl  # noqa: PLC0415  (Windows has none)
 
@@ -113,8 +115,8 @@ def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
 
 
-_SEAL_FUTURE_WRITE = 0x10  # Linux's; Python does not name it
-_made: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()  # by this process
+_SEAL_FUTURE_WRITE = 0x10  # Linux's F_SEAL_FUTURE_WRITE, which Python lacks
+_made: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()  # memory that this process made
 
 
 def _make_private() -> None:
@@ -123,14 +125,14 @@ def _make_private() -> None:
     for whole in _made.values():
         place = _map(whole.address, len(whole), mmap.PROT_READ | mmap.PROT_WRITE, flags, whole.descriptor, 0)
         if place != whole.address:
-            os.abort()  # rather than write to the parent's
+            os.abort()  # The child would write to the parent's memory.
     _made.clear()
 
 
-_MAP_FIXED = 0x10  # Linux's; Python does not name it
+_MAP_FIXED = 0x10  # Linux's MAP_FIXED, which Python lacks
 
 if hasattr(os, "memfd_create"):
-    _map = ctypes.CDLL(None).mmap  # Python's own has no address
+    _map = ctypes.CDLL(None).mmap  # Python's mmap takes no address.
     _map.restype = ctypes.c_void_p
     _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
     os.register_at_fork(after_in_child=_make_private)

@@ -1,6 +1,7 @@
-"""CUDA streams that a GPU's arrays are produced on: known by handle, or unknown.
+"""CUDA streams that a GPU's arrays are produced on, known by handle or unknown.
 
-Our stream waits for a known one before our work reads, and the known one for ours afterwards (`kernels/streams.py`).
+The engine's stream waits for a known stream before it reads, and the known stream waits for the engine's afterwards
+(`kernels/cuda_device.py`).
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from gradengine.errors import CallerError
 
 @dataclass(frozen=True)
 class ProducerStream:
-    """The stream on which the producer of an array works; equal instances mean the same stream.
+    """The stream on which the producer of an array works. Equal instances mean the same stream.
 
-    This class itself stands for an unknown one, as of a DLPack producer: it ordered its work before ours when it
-    exported.
+    This class itself stands for an unknown stream, such as that of a DLPack producer. The producer has ordered its work
+    before the engine's work in the export.
     """
 
     def stream(self) -> int | None:
-        """The stream's handle now; None if it is unknown: then the array is kept alive until our work is done."""
+        """Return the stream's handle now, or None if unknown. The array is then kept alive until the work is done."""
         return None
 
 
 @final
 @dataclass(frozen=True)
 class NamedStream(ProducerStream):
-    """A stream given by its handle; 0 and 1 both mean the default stream."""
+    """A stream given by its handle. 0 and 1 both mean the default stream."""
 
     handle: int
 
@@ -41,7 +42,7 @@ class NamedStream(ProducerStream):
 
 
 def stream_handle(stream: Any) -> int:
-    """The handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself."""
+    """Return the handle of a CuPy or torch stream, of an object with `__cuda_stream__`, or the handle itself."""
     protocol = getattr(stream, "__cuda_stream__", None)
     handle = as_index(protocol()[1] if callable(protocol) else getattr(stream, "cuda_stream", stream))
     if handle is None or not 0 <= handle <= MOST:
