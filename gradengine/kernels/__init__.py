@@ -1,12 +1,13 @@
-"""The computations on a device, in NumPy and in CUDA: accumulate (K1), decide (K2), hand back (K3).
+"""The computations on a device, in NumPy and in CUDA.
 
-K1 adds gradients to fp32 targets; K2 makes norms, clip scale and the decision to skip (`decision.py`); K3 writes sum x
-factor in the destination's dtype.
+K1 (`accumulate`) adds gradients to fp32 targets. K2 (`finalise`) makes norms, clip scale and the decision to skip
+(`decision.py`). K3 (`hand_back`) writes sum x factor in the destination's dtype.
 
-In: `Buffer`s of `arrays`, and an `Arena`: targets, partial squared sums and stream order in one. Out: sums in it, a
-`Decision`, destinations written. `interface.py` is `Kernels`, `device.py` is `Device` (memory, streams, graphs);
-`host*.py` are the CPU's, `cuda*.py` and `*.cu` a GPU's. Another kind of device is one more `Device`, one more
-`Kernels`, a line in `kernels_for` below, and its arrays in `arrays/device.py`. Imports `arrays`, not the layout.
+The input is `Buffer`s of `arrays`, and an `Arena` with targets, partial squared sums and stream order. The output is
+sums in the arena, a `Decision`, and written destinations. `interface.py` is `Kernels`, `device.py` is `Device` (memory,
+streams, graphs). `host*.py` are for the CPU, `cuda*.py` and `*.cu` for a GPU. A new kind of device needs a `Device`, a
+`Kernels`, a line in `kernels_for` below, and its arrays in `arrays/device.py`. The folder imports `arrays` and
+`layout.slots`.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ DeviceLike: TypeAlias = str | TorchDevice | Kernels
 
 
 def kernels_for(device: DeviceLike) -> Kernels:
-    """The kernels of a device by name.
+    """Return the kernels of a device by name.
 
     Args:
-        device: "cpu", "cuda" (the first GPU) or "cuda:1", or a torch.device; kernels are returned unchanged.
+        device: "cpu", "cuda" (the first GPU) or "cuda:1", or a torch.device. Kernels are returned unchanged.
 
     Raises:
-        CallerError: The name is not a device's.
-        DeviceUnavailable: Something that the device needs is missing; the error says how to get it.
+        CallerError: The name is not the name of a device.
+        DeviceUnavailable: Something that the device needs is missing. The error names what to install.
 
     Example:
         >>> type(kernels_for("cpu")).__name__

@@ -1,4 +1,4 @@
-"""The memory that gradients are summed in: targets, the squared sums of their chunks, and the order of work."""
+"""The memory that gradients are summed in, with the squared sums of its chunks and the order of work on it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from gradengine.layout.slots import Span
 
 Chunk: TypeAlias = tuple[int, int, int, int]  # position of a target, index of its partial sum, start, stop
 
-CHUNK = 262144  # elements, 1 MB of fp32: at half of it threads that meet at the GIL cost up to 10 % of a step
+# With half of this size, threads that contend for the GIL cost up to 10 % of a step.
+CHUNK = 262144  # elements, 1 MB of fp32
 
 
 def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, int, int]]:
-    """(index counted from `first`, start, stop) of each chunk of `size` elements.
+    """Return (index counted from `first`, start, stop) of each chunk of `size` elements.
 
     >>> chunks_of(CHUNK + 1, 7)
     [(7, 0, 262144), (8, 262144, 262145)]
@@ -34,7 +35,7 @@ def chunks_of(size: int, first: int = 0, chunk: int = CHUNK) -> list[tuple[int, 
 
 
 def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> list[list[Chunk]]:
-    """The chunks in runs of at most `chunk` elements, of which a thread takes one at a time.
+    """Return the chunks in runs of at most `chunk` elements. A thread takes one run at a time.
 
     >>> pieces_of([(0, 0, 0, 5), (1, 1, 0, 3), (2, 2, 0, 8)], chunk=8)
     [[(0, 0, 0, 5), (1, 1, 0, 3)], [(2, 2, 0, 8)]]
@@ -52,9 +53,9 @@ def pieces_of(chunks: Sequence[Chunk], chunk: int = CHUNK) -> list[list[Chunk]]:
 
 
 class PartialSums:
-    """The squared sum of each chunk of each target, at fixed places: the norm's partial sums, allocated once.
+    """The partial sums of the norm. Each chunk of each target has its squared sum at a fixed place, allocated once.
 
-    A chunk is the range that one thread, or one thread block, sums at a time. `order` orders the work on these sums and
+    A chunk is the range that one thread or one thread block sums at a time. `order` orders the work on these sums and
     on the targets.
     """
 
@@ -65,12 +66,12 @@ class PartialSums:
         self._single = [position for position, count in enumerate(self.counts) if count == 1]
         self._first_of_single = [self.first[position] for position in self._single]
         self._multiple = [position for position, count in enumerate(self.counts) if count > 1]
-        self.values: Any = np.full(sum(self.counts), np.nan)  # NaN: a chunk that was not measured never passes
-        self.non_finite: Any = None  # on a GPU each chunk's count of elements that are not finite
-        self.prepared: dict[Any, Any] = {}  # by a GPU's kernels: a decision for each plan, and a table
+        self.values: Any = np.full(sum(self.counts), np.nan)  # A chunk that was not measured is NaN and never passes.
+        self.non_finite: Any = None  # number of non-finite elements of each chunk, on a GPU
+        self.prepared: dict[Any, Any] = {}  # decisions by plan, a table and copied sums of a GPU's kernels
 
     def chunks(self, positions: Sequence[int]) -> list[Chunk]:
-        """Every chunk of these targets."""
+        """Return every chunk of these targets."""
         sizes, first = self.sizes, self.first
         return [(p, *chunk) for p in positions for chunk in chunks_of(sizes[p], first[p], self.chunk)]
 
@@ -81,7 +82,7 @@ class PartialSums:
 
     @cached_property
     def pieces(self) -> list[list[Chunk]]:
-        """Every chunk, in pieces as by `pieces_of`."""
+        """Every chunk, in the pieces of `pieces_of`."""
         return pieces_of(self.all_chunks)
 
     @cached_property
@@ -90,7 +91,7 @@ class PartialSums:
         return ChunkSums([stop - start for _, _, start, stop in self.all_chunks])
 
     def totals_of(self, values: Float64) -> Float64:
-        """Each target's squared sum, its chunks added in order; `values` are the partial sums on the host."""
+        """Return each target's squared sum from the partial sums on the host. Adds the chunks in order."""
         if len(self._single) == len(self.sizes):
             return np.array(values)
         totals = np.zeros(len(self.sizes))
@@ -104,12 +105,12 @@ class PartialSums:
 @final
 @dataclass(frozen=True, eq=False)
 class Arena:
-    """The memory that kernels work on: targets, their partial sums, and the order of work on them."""
+    """The targets that kernels work on, with their partial sums and the order of work on them."""
 
-    targets: tuple[Buffer, ...]  # fp32, to be summed into; or, to be clipped, a caller's own of any dtype
+    targets: tuple[Buffer, ...]  # fp32 buffers to sum into, or a caller's buffers of any dtype to clip
     partials: PartialSums
-    memory: Buffer | None = None  # that the targets are parts of, the padding between them zero, where they are
-    prepared: dict[Span, Any] = field(default_factory=dict)  # by a device's kernels
+    memory: Buffer | None = None  # the memory that contains all targets, with zeros as padding, if there is one
+    prepared: dict[Span, Any] = field(default_factory=dict)  # operands that a device's kernels prepared
 
     @cached_property
     def whole(self) -> Span:
@@ -122,14 +123,14 @@ class Arena:
         return Destinations(enumerate(self.targets))
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context in which work is ordered after all earlier and before all later work on this memory, on any stream.
+        """Return a context that orders work after earlier and before later work on this memory, on any stream.
 
-        All code that reads or writes the memory must be in one; kernels that take the arena do so themselves.
+        All code that reads or writes the memory must be in one. Kernels that take the arena enter it themselves.
         """
         return self.partials.order.use()
 
     def read(self, array: Any) -> npt.NDArray[np.float32]:
-        """A copy on the host of an array in this memory, after the work queued on it; waits for that work only."""
+        """Return a host copy of an array in this memory, after the work queued on it. Waits for that work only."""
         return self.partials.order.read(array)
 
     def follow(self) -> None:

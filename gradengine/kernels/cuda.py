@@ -1,4 +1,4 @@
-"""The kernels on a GPU, through CuPy: each method checks, finds its table and launches. Nothing here waits."""
+"""The kernels on a GPU, through CuPy. Each method finds its table and launches. `totals` waits for the device."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from gradengine.kernels.streams import StreamOrder
 from gradengine.kernels.toolchain import load_cupy
 from gradengine.layout.slots import Span
 
-_NULL = np.uint64(0)  # a pointer to nothing, as wide as one
-_SOURCES = 4  # micro-batches that one pass of K1 folds; more are folded four at a time
+_NULL = np.uint64(0)  # a null pointer of 8 bytes
+_SOURCES = 4  # most micro-batches that one launch of K1 folds
 
-# The operands of one launch of K3: a table of sources; tagged addresses of destinations; these, and their producers.
+# The operands of one launch of K3: table of sources, destinations' tagged addresses, destinations and their producers.
 _HandBack: TypeAlias = tuple[Table, npt.NDArray[np.uint64], Sequence[Buffer], AbstractSet[ProducerStream]]
 
 
 @final
 class CudaKernels(Kernels):
-    """CuPy on one device.
+    """The kernels of one GPU.
 
-    Work is queued on the current CuPy stream of the calling thread. The first one on a machine compiles the kernels,
-    which takes a core four to five seconds; afterwards they come from CuPy's cache. Raises `DeviceUnavailable` if
-    NVRTC or its headers are missing.
+    Work is queued on the current CuPy stream of the calling thread. The first use on a machine compiles the kernels,
+    which takes a core four to five seconds. Later uses load them from CuPy's cache. Raises `DeviceUnavailable` if NVRTC
+    or its headers are missing.
     """
 
     device: CudaDevice
-    measures_in_passing = True  # the sums are made while the memory is the bottleneck
+    measures_in_passing = True  # The memory is the bottleneck, so the sums cost no time.
 
     def __init__(self, xp: Any, ordinal: int = 0) -> None:
         self.xp, self.ordinal, self.device = xp, ordinal, CudaDevice(xp, ordinal)
@@ -60,7 +60,7 @@ class CudaKernels(Kernels):
         return partials
 
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
-        """See `Kernels.prepare`: the tables of K1; with a plan those of K2 and K3."""
+        """See `Kernels.prepare`. Makes the tables of K1, and with a plan those of K2 and K3."""
         for span in spans:
             self._table_of(arena, span)
         if plan is not None:
@@ -69,9 +69,9 @@ class CudaKernels(Kernels):
             self._hand_back_to(arena, plan, arena.in_place)
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
-        """See `Kernels.accumulate`; one launch for four micro-batches, whatever their dtypes are.
+        """See `Kernels.accumulate`. One launch folds up to four micro-batches of any dtypes.
 
-        One that may be dropped takes two launches, since only the device knows whether it is.
+        A micro-batch that may be dropped takes two launches, since only the device has the decision.
         """
         columns = 1 if len(fold.contributions) == 1 else _SOURCES
         table = self._table_of(arena, fold.slots)
@@ -93,7 +93,7 @@ class CudaKernels(Kernels):
     def judge(
         self, arena: Arena, contribution: Contribution, weight: np.float32, drops: Drops, *, is_first: bool
     ) -> Any:
-        """See `Kernels.judge`; two launches. The answer is the counts' memory, which later micro-batches overwrite."""
+        """See `Kernels.judge`. Makes two launches. Returns the counts' memory, which later micro-batches overwrite."""
         assert isinstance(drops.kept, DeviceKept)  # noqa: S101  (made by `kept`)
         table, counts = self._table_of_all(arena), drops.sums.non_finite
         arguments = (np.uint32(counts.size), np.float32(weight), np.uint32(is_first), drops.kept.memory)
@@ -104,7 +104,7 @@ class CudaKernels(Kernels):
         return drops.kept.memory
 
     def measure(self, arena: Arena, positions: Sequence[int] | None = None) -> None:
-        """See `Kernels.measure`; one launch."""
+        """See `Kernels.measure`. Makes one launch."""
         table = self._table_of_all(arena) if positions is None else self._table_to_measure(arena, positions)
         chosen = arena.targets if positions is None else [arena.targets[p] for p in positions]
         where = np.array([tagged(buffer) for buffer in chosen], np.uint64)
@@ -112,21 +112,21 @@ class CudaKernels(Kernels):
             self._launches.over(table, "measure", (np.int64(table.chunk), *_partials(arena)), where)
 
     def totals(self, arena: Arena, kept: Any = None) -> Float64:
-        """See `Kernels.totals`; waits for the device."""
+        """See `Kernels.totals`. Waits for the device."""
         return arena.partials.totals_of(arena.partials.order.read(arena.partials.values if kept is None else kept))
 
     def keep_sums(self, arena: Arena) -> Any:
-        """See `Kernels.keep_sums`; the first call makes the memory."""
+        """See `Kernels.keep_sums`. The first call allocates the memory."""
         partials = arena.partials
         if "kept" not in partials.prepared:
             partials.prepared["kept"] = self.device.upload(np.zeros(partials.values.size))
-            _order_of(arena).keep()  # `prepared` is kept already; its new memory is of the current stream
+            _order_of(arena).keep()  # `prepared` is kept already, and its new memory belongs to the current stream.
         with arena.in_order():
             self.device.copy_within(partials.prepared["kept"], partials.values)
         return partials.prepared["kept"]
 
     def zero(self, arena: Arena, slots: Span, chosen: npt.NDArray[np.bool_]) -> None:
-        """See `Kernels.zero`; one launch, of K1 without a source."""
+        """See `Kernels.zero`. Makes one launch of K1 without a source."""
         table = self._table_of(arena, slots)
         arguments = (np.uint32(table.entries), np.int64(table.chunk), *_partials(arena))
         with arena.in_order():
@@ -146,7 +146,7 @@ class CudaKernels(Kernels):
         bounds: Kept | None = None,
         spikes: Spikes | None = None,
     ) -> DeviceDecision:
-        """See `Kernels.finalise`; one launch of one thread block. Each call overwrites the decision's arrays."""
+        """See `Kernels.finalise`. Makes one launch of one thread block. Each call overwrites the decision's arrays."""
         decision, table = self.decision(arena, plan), self._table_of_all(arena)
         arguments = (
             table.targets,
@@ -170,19 +170,19 @@ class CudaKernels(Kernels):
         return decision
 
     def decision(self, arena: Arena, plan: ClipPlan) -> DeviceDecision:
-        """The decision that K2 writes for this arena and this plan; its memory is made at the first call."""
-        key = plan.groups, plan.blocks  # whatever the bounds are, which each launch is given
+        """Return the decision that K2 writes for this arena and this plan. The first call allocates its memory."""
+        key = plan.groups, plan.blocks  # The bounds are arguments of each launch.
         prepared, order = arena.partials.prepared, _order_of(arena)
         if key not in prepared:
             prepared[key] = device_decision(self.device.upload, plan, len(arena.targets), order)
-            order.keep()  # `prepared` is kept already; its new memory is of the current stream
+            order.keep()  # `prepared` is kept already, and its new memory belongs to the current stream.
         decision: DeviceDecision = prepared[key]
         return decision
 
     def hand_back(
         self, arena: Arena, decision: Decision, plan: ClipPlan, destinations: Destinations | None = None
     ) -> None:
-        """See `Kernels.hand_back`; one launch."""
+        """See `Kernels.hand_back`. Makes one launch."""
         there = arena.in_place if destinations is None else destinations
         if isinstance(decision, DeviceDecision):
             factors = decision.all_factors, decision.skipped, np.float32(1)
@@ -198,18 +198,18 @@ class CudaKernels(Kernels):
             self._hand_back(work, factors)
 
     def scale(self, sources: Sequence[Buffer], factor: np.float32, destinations: Sequence[Buffer]) -> None:
-        """See `Kernels.scale`; one launch."""
+        """See `Kernels.scale`. Makes one launch."""
         pairs = [(s, d) for s, d in zip(sources, destinations, strict=True) if factor != 1 or s.pointer != d.pointer]
         moving, there = [source for source, _ in pairs], [destination for _, destination in pairs]
         self._hand_back(self._hand_back_of(moving, there, [0] * len(pairs)), (_NULL, _NULL, np.float32(factor)))
 
     def fill_zero(self, buffers: Sequence[Buffer]) -> None:
-        """See `Kernels.fill_zero`; all bits 0 are the zero of each dtype."""
+        """See `Kernels.fill_zero`. In each dtype the number zero has only zero bits."""
         for buffer in buffers:
             self.device.clear(buffer.pointer, buffer.nbytes)
 
     def first_non_finite(self, buffer: Buffer) -> tuple[int, float] | None:
-        """See `Kernels.first_non_finite`; waits for the device."""
+        """See `Kernels.first_non_finite`. Waits for the device."""
         arena = self.arena([buffer], buffer)
         self.measure(arena)
         status = self.finalise(arena, ClipPlan((0,), (np.inf,)), 1.0, zero_if_bad=False).read()
@@ -222,18 +222,18 @@ class CudaKernels(Kernels):
         return StatusReadback(self.device, self.decision(arena, plan))
 
     def tally(self, told: Any, workers: int, sums: Any) -> None:
-        """Add up what workers told each other of a step: see tally.cu; one launch of one thread.
+        """Add up what the workers exchanged about a step, in one launch of one thread. See tally.cu.
 
         Args:
             told: A row of 8-byte words for each worker, in rank order.
-            workers: How many.
-            sums: Five fp64 numbers to be written: what a sum is divided by, or NaN; weight; micro-batches; whether to
-                stop, 1.0 or 0.0; micro-batches that were dropped.
+            workers: The number of workers.
+            sums: Five fp64 numbers to be written. They are the divisor of a sum or NaN, the weight, the
+                micro-batches, whether to stop (1.0 or 0.0), and the dropped micro-batches.
         """
         self._launches.run("tally", 1, 1, (told, np.uint32(workers), np.uint32(told.size // workers), sums))
 
     def _bounds(self, plan: ClipPlan, bounds: Kept | None) -> Any:
-        """The groups' bounds as K2 takes them. A single one needs no memory: it is an argument of the launch."""
+        """Return the groups' bounds as K2 takes them. A single bound is an argument of the launch."""
         if isinstance(bounds, DeviceKept):
             return bounds.memory[BOUNDS_AT:]
         return _NULL if len(plan.max_norms) == 1 else self.device.sent(np.array(plan.max_norms))
@@ -241,7 +241,7 @@ class CudaKernels(Kernels):
     # ---- tables ----
 
     def _table_of(self, arena: Arena, slots: Span) -> Table:
-        """K1's table for these targets."""
+        """Return K1's table for these targets."""
         table: Table | None = arena.prepared.get(slots)
         if table is None:
             targets = [arena.targets[position] for position in slots.positions]
@@ -256,7 +256,7 @@ class CudaKernels(Kernels):
         return self._launches.table(entries_of(0, sizes, first), partials.chunk)
 
     def _table_of_all(self, arena: Arena) -> Table:
-        """The table of all targets; without addresses if K2 is not to search the targets for NaN and Inf."""
+        """Return the table of all targets. It has no addresses if K2 must not search the targets for NaN and Inf."""
         if arena.memory is not None:
             return self._table_of(arena, arena.whole)
         prepared = arena.partials.prepared
@@ -271,7 +271,7 @@ class CudaKernels(Kernels):
         wanted = [
             (tagged(s), tagged(d), s.size, g) for s, d, g in zip(sources, destinations, groups, strict=True) if s.size
         ]
-        # In place only the launch has the address.
+        # If a source is its destination, only the launch has the address.
         addresses = [source if source != there else 0 for source, there, *_ in wanted]
         sizes = [size for _, _, size, _ in wanted]
         entries = entries_of(addresses, sizes, groups=[group for *_, group in wanted])
@@ -279,7 +279,7 @@ class CudaKernels(Kernels):
         return self._launches.table(entries, chunk_for(sum(sizes))), where, destinations, producers_of(destinations)
 
     def _hand_back_to(self, arena: Arena, plan: ClipPlan, destinations: Destinations) -> _HandBack:
-        """K3's launch to these destinations; made once, for destinations that are used again."""
+        """Return K3's launch to these destinations. It is made once for destinations that are used again."""
         made_for = arena.targets, plan.groups
         if destinations.work is None or destinations.work[0] != made_for:
             sources = [arena.targets[position] for position in destinations]
@@ -297,12 +297,12 @@ class CudaKernels(Kernels):
 
 @functools.cache
 def cuda_kernels(ordinal: int) -> CudaKernels:
-    """The kernels of one device, compiled once; raises `DeviceUnavailable`, which says what is missing."""
+    """Return the kernels of one device, compiled once. Raises `DeviceUnavailable` with what is missing."""
     return CudaKernels(load_cupy(ordinal), ordinal)
 
 
 def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
-    """A dynamic loss scale, and its rule, as K2 takes them."""
+    """Return a dynamic loss scale and its rule as K2 takes them."""
     if loss_scale is None or not isinstance(loss_scale.kept, DeviceKept):
         return _NULL, np.float64(1), np.float64(1), np.uint32(0)
     rule = loss_scale.rule
@@ -314,7 +314,7 @@ def _scaling(loss_scale: LossScale | None) -> tuple[Any, ...]:
 
 
 def _spikes(spikes: Spikes | None) -> tuple[Any, ...]:
-    """The norms so far, and the policy for spikes, as K2 takes them; infinity for a bound that is None."""
+    """Return the norms so far and the policy for spikes as K2 takes them. A bound of None becomes infinity."""
     if spikes is None or not isinstance(spikes.kept, DeviceKept):
         return _NULL, *[np.float64(1)] * 3, *[np.uint32(0)] * 2
     policy = spikes.policy

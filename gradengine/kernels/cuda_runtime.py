@@ -1,4 +1,4 @@
-"""CuPy on one device: memory, events and copies, and questions to the driver."""
+"""CuPy on one device, with memory, events, copies and queries of the driver."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gradengine.kernels.device import Answer, Device, Graph
 from gradengine.kernels.events import Entered, Events, Kept
 
 _UNREGISTERED_MEMORY, _PINNED_MEMORY = 0, 1  # cudaMemoryType
-_PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for each thread
+_PER_THREAD = 2  # cudaStreamPerThread, one handle for a separate stream in each thread
 _OUT_OF_MEMORY, _INVALID_HANDLE = 2, 400  # cudaErrorMemoryAllocation, cudaErrorInvalidResourceHandle
-_POOLED = 1 << 20  # bytes: CuPy's pool of pinned memory rounds up to a power of two
+_POOLED = 1 << 20  # most bytes of pinned memory from CuPy's pool, which rounds up to a power of two
 
 
 class CudaRuntime(Device):
-    """Memory, events and copies of one device; its current stream is CuPy's of the calling thread."""
+    """Memory, events and copies of one device. Its current stream is CuPy's in the calling thread."""
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self.xp, self.ordinal, self.name, self.array_type = xp, ordinal, f"cuda:{ordinal}", xp.ndarray
@@ -33,15 +33,15 @@ class CudaRuntime(Device):
         with self.active():
             self._uploads = xp.cuda.Stream(non_blocking=True)
         self.recorded: Graph | None = None  # the graph that is being recorded
-        self._foreign: dict[Any, Any] = {}  # memory that graphs of others read, by id or content
+        self._foreign: dict[Any, Any] = {}  # memory that other libraries' graphs read, by id or content
         self.kept = Kept(self.events)  # memory that was dropped while work on it may run
-        # Never recorded, so it is done: any other answer says that the device has failed.
+        # This event is never recorded, so it is done. Any other status means that the device has failed.
         self._unused = self.event()
 
     def active(self) -> AbstractContextManager[None]:
-        """A context in which this is the current device. Without it a caller's other device would get our launches.
+        """Return a context in which this is the current device, so that launches do not go to a different one.
 
-        All calls of the driver are made in one: an error by which the device has failed leaves it as `DeviceFailed`.
+        All driver calls are made in one. It raises `DeviceFailed` for an error that means that the device has failed.
         """
         try:
             if self.xp.cuda.runtime.getDevice() == self.ordinal:
@@ -65,7 +65,7 @@ class CudaRuntime(Device):
         return self.captures(self.current_stream())
 
     def captures(self, stream: Any) -> bool:
-        """Whether a stream records a graph."""
+        """Return whether a stream records a graph."""
         try:
             return bool(stream.is_capturing())
         except Exception as fault:
@@ -73,58 +73,58 @@ class CudaRuntime(Device):
             raise
 
     def keep(self, *memory: Any) -> None:
-        """Keep memory alive that the graph reads which the current stream records."""
+        """Keep memory alive for the graph that the current stream records."""
         if self.recorded is not None:
             self.recorded.kept += memory
-        else:  # another library's graph: how long it lives is not known here
+        else:  # The lifetime of another library's graph is unknown.
             owners = [one.data.mem if isinstance(one, self.xp.ndarray) else one for one in memory]
             self._foreign.update(zip(map(id, owners), owners, strict=True))
 
     def drop(self, *memory: Any) -> None:
-        """Free memory that only the current stream's work uses, once that work is done."""
+        """Free memory that only the current stream's work uses, after that work is done."""
         if self.is_capturing():
             self.keep(*memory)
         else:
             self.kept.until((self.record(),), memory)
 
     def let_go(self) -> None:
-        """Free dropped memory whose work is done; nothing while a graph is recorded."""
+        """Free dropped memory whose work is done. Does nothing while a graph is recorded."""
         if self.kept and not self.is_capturing():
             self.kept.let_go()
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
-        """See `Device.allocate`; from the pool that CuPy uses, or that the caller has set."""
+        """See `Device.allocate`. Takes memory from CuPy's pool, or from one that the caller has set."""
         with self.active():
             memory = self._empty((size,), np.dtype(np.float32))
         return Buffer(int(memory.data.ptr), size, "float32", (size,), True, memory, self.name)
 
     def array(self, buffer: Buffer, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
-        """See `Device.array`; a CuPy array of this dtype."""
+        """See `Device.array`. Returns a CuPy array of this dtype."""
         memory = self.xp.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, buffer.owner, self.ordinal)
         return self.xp.ndarray(shape, dtype, self.xp.cuda.MemoryPointer(memory, 0))
 
     def current_stream(self) -> Any:
-        """The calling thread's current stream on this device; `CallerError` for a thread's own default stream."""
+        """Return the calling thread's current stream. Raises `CallerError` for a per-thread default stream."""
         stream = self.xp.cuda.get_current_stream(self.ordinal)
         if stream.ptr == _PER_THREAD:
             raise CallerError(
-                "the current stream is a thread's own default stream",
+                "the current stream is a per-thread default stream",
                 got="cudaStreamPerThread",
                 do="make a cupy.cuda.Stream() current, or unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM",
             )
         return stream
 
     def giving_stream(self) -> Any:
-        """The stream on which memory is allocated now: during a capture not the current one."""
+        """Return the stream on which memory is allocated now. During a capture this is not the current one."""
         return self._uploads if self.is_capturing() else self.current_stream()
 
     def event(self) -> Any:
-        """An event without a clock."""
+        """Return an event without timing."""
         with self.active():
             return self.xp.cuda.Event(disable_timing=True)
 
     def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Pinned host memory as a NumPy array; a large one is allocated by the driver, not from CuPy's pool."""
+        """Return pinned host memory as a NumPy array. The driver allocates a large one, CuPy's pool a small one."""
         nbytes, cuda = count * np.dtype(dtype).itemsize, self.xp.cuda
         with self.active():
             if nbytes <= _POOLED:
@@ -135,7 +135,7 @@ class CudaRuntime(Device):
         return np.frombuffer(memoryview(memory), dtype, count)
 
     def _free_pinned(self, pointer: int) -> None:
-        with suppress(DeviceFailed):  # told by each call; a finaliser can only print it
+        with suppress(DeviceFailed):  # Each call raises it. A finaliser could only print it.
             self.relaxed(self.xp.cuda.runtime.freeHost, pointer)
 
     def copy_to(self, there: Any, here: npt.NDArray[Any]) -> None:
@@ -151,7 +151,7 @@ class CudaRuntime(Device):
         self._copy(there.data.ptr, here.data.ptr, here.nbytes, self.xp.cuda.runtime.memcpyDeviceToDevice)
 
     def copied(self, array: Any) -> Any:
-        """A copy of an array in the current stream's memory, made without a kernel."""
+        """Return a copy of an array in the current stream's memory, made without a kernel."""
         with self.active():
             copy = self._empty(array.shape, array.dtype)
             self.copy_within(copy, array)
@@ -162,10 +162,10 @@ class CudaRuntime(Device):
             self.xp.cuda.runtime.memcpyAsync(target, source, nbytes, kind, self.current_stream().ptr)
 
     def sent(self, values: npt.NDArray[Any]) -> Any:
-        """Copy values to the device for the next launch on the current stream; the memory may be dropped right after.
+        """Copy values to the device for the next launch on the current stream. The memory may be dropped right after.
 
         In a capture each replay copies them again, and the graph keeps the memory with the arguments of its launch. In
-        a capture that is not ours the same values are copied once, outside of the graph.
+        another library's capture the same values are copied once, outside of the graph.
         """
         if self.recorded is None and self.is_capturing():
             key = values.tobytes()
@@ -178,28 +178,28 @@ class CudaRuntime(Device):
         return there
 
     def copied_into(self, there: Any, values: npt.NDArray[Any]) -> None:
-        """Queue a copy of values of the same dtype, as they are now."""
+        """Queue a copy of values of the same dtype. The values may change after the call."""
         here = self.pinned(values.size, values.dtype)
         here[:] = values
         self.copy_to(there, here)
         self.drop(here)
 
     def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
-        """See `Device.write`; through pinned memory."""
+        """See `Device.write`. Copies through pinned memory."""
         if values.size:
             self.copied_into(self.array(buffer, (buffer.size,)), values)
 
     def clear(self, pointer: int, nbytes: int) -> None:
-        """Queue zeros."""
+        """Queue a write of zeros."""
         if nbytes:
             with self.active():
                 self.xp.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.current_stream().ptr)
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
-        """A copy on the device, made on a separate stream: allowed while a graph is recorded, and not part of it.
+        """Return a copy on the device, made on a separate stream. A graph that is recorded does not contain the copy.
 
-        The memory is allocated on the current stream, so that once dropped it is reused only after the work that still
-        uses it. Earlier work may still use it now: this waits for that.
+        The memory is allocated on the current stream, so after it is dropped it is reused only after the work that uses
+        it. Earlier work may still use the memory now, so this waits for that work.
         """
         return self.relaxed(self._uploaded, array)
 
@@ -215,8 +215,8 @@ class CudaRuntime(Device):
         return memory
 
     def read(self, array: Any, behind: Any) -> npt.NDArray[Any]:
-        """A copy on the host of what an array holds after an event, whatever stream is current; waits."""
-        on_host = np.empty(array.shape, array.dtype)  # without it CUPY_ENABLE_UMP=1 gives a view, and does not wait
+        """Return a host copy of an array after an event, for any current stream. Waits for the copy."""
+        on_host = np.empty(array.shape, array.dtype)  # Without it, CUPY_ENABLE_UMP=1 gives a view and does not wait.
         with self.active():
             self._uploads.wait_event(behind)
             self.relaxed(lambda: array.get(stream=self._uploads, out=on_host))
@@ -226,23 +226,24 @@ class CudaRuntime(Device):
         self.let_go()
         try:
             return self.relaxed(self.xp.empty, shape, dtype)
-        except (MemoryError, self.xp.cuda.runtime.CUDARuntimeError) as fault:  # of a pool; of the driver, without one
+        except (MemoryError, self.xp.cuda.runtime.CUDARuntimeError) as fault:
+            # A pool raises MemoryError. Without a pool, the driver raises its own error.
             if getattr(fault, "status", _OUT_OF_MEMORY) != _OUT_OF_MEMORY:
                 raise
         if self.kept and not self.is_capturing():
             self.kept.wait()
             return self._empty(shape, dtype)
-        # Asked only now: whatever pool the caller has set may hold what the device has not.
+        # This is not checked earlier, since a pool may have free memory when the device has none.
         free, total = self.relaxed(self.xp.cuda.runtime.memGetInfo)
         raise OutOfDeviceMemory(
-            f"{self.name} has too little memory, or its pool",
+            f"{self.name} or its memory pool has too little memory",
             got=f"{free} bytes free of {total}",
             expected=f"{dtype.itemsize * math.prod(shape)} bytes",
-            do="free some (torch.cuda.empty_cache()), or split the layout over more devices",
+            do="free memory (torch.cuda.empty_cache()), or split the layout over more devices",
         )
 
     def behind(self, handle: int) -> Any:
-        """An event after all work queued on another library's stream, whose device is looked up."""
+        """Return an event after all work queued on another library's stream, whose device is looked up."""
         stream = self.stream_of(handle)
         try:
             return stream.record(self.event())
@@ -253,7 +254,7 @@ class CudaRuntime(Device):
             return stream.record(self.xp.cuda.Event(disable_timing=True))
 
     def _ordinal_of(self, handle: int) -> int:
-        """The device of a stream, by its context: CuPy has no other way to find it."""
+        """Return the device of a stream from its context. CuPy has no other way to find it."""
         driver = self.xp.cuda.driver
         context = driver.ctxGetCurrent()
         try:
@@ -263,38 +264,38 @@ class CudaRuntime(Device):
             driver.ctxSetCurrent(context)
 
     def records(self, handle: int) -> bool:
-        """Whether another library's stream, of any device, records a graph; `CallerError` for an invalid handle."""
+        """Return whether another library's stream records a graph. Raises `CallerError` for an invalid handle."""
         try:
             return self.captures(self.stream_of(handle))
         except self.xp.cuda.runtime.CUDARuntimeError as fault:
             if fault.status != _INVALID_HANDLE:
                 raise
             raise CallerError(
-                f"the stream of a gradient is not one of {self.name}, nor of another device",
+                f"the stream of a gradient is not a stream of {self.name} or of any other device",
                 got=f"handle {handle:#x}",
                 expected="a stream that lives until the step is over",
             ) from None
 
     def record(self) -> Any:
-        """An event after all work queued on the current stream."""
+        """Return an event after all work queued on the current stream."""
         with self.active():
             return self.current_stream().record(self.event())
 
     def used(self, uses: dict[int, Any], born: int) -> None:
-        """Record in `uses` that the current stream reads this memory; not needed on the stream it was allocated on."""
+        """Record in `uses` that the current stream reads this memory, unless it was allocated on that stream."""
         stream = self.current_stream()
         if stream.ptr != born and not self.captures(stream):
             with self.active():
                 uses[stream.ptr] = stream.record(uses.get(stream.ptr) or self.event())
 
     def stream_of(self, handle: int, owner: object = None) -> Any:
-        """Another library's stream as a CuPy stream, which keeps `owner` alive; 0 is the default stream."""
+        """Return another library's stream as a CuPy stream, which keeps `owner` alive. 0 is the default stream."""
         external = SimpleNamespace(__cuda_stream__=lambda: (0, handle), owner=owner)
         with self.active():
             return self.xp.cuda.Stream.from_external(external) if handle else self.xp.cuda.Stream.null
 
     def refuse_foreign(self, buffer: Buffer, component: str) -> None:
-        """Raise `BufferRefused` unless the driver says that a raw pointer's first and last byte are on this device."""
+        """Raise `BufferRefused` unless the driver finds a raw pointer's first and last byte on this device."""
         for address in (buffer.pointer, buffer.pointer + buffer.nbytes - 1) if buffer.size else ():
             found = self.xp.cuda.runtime.pointerGetAttributes(address)
             if found.type in {_UNREGISTERED_MEMORY, _PINNED_MEMORY} or found.device != self.ordinal:

@@ -1,6 +1,6 @@
-"""Makes a decision of squared sums: norms, clip scales, factors, and whether to skip. The definition, in fp64.
+"""The decision of a step in fp64, which makes norms, clip scales, factors and whether to skip from squared sums.
 
-A GPU makes the same decision in its own memory, where the host does not know it yet.
+This is the definition. A GPU makes the same decision in its memory, and the host can read it later.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from gradengine.errors import WindowError
 SMALLEST_FACTOR = 2.0**-126  # fp32's smallest normal number
 
 Float64: TypeAlias = npt.NDArray[np.float64]
-Scalar: TypeAlias = Any  # a float; on a GPU a 0-d array there
+Scalar: TypeAlias = Any  # a float, or a 0-d array on a GPU
 
 
 @dataclass(frozen=True)
 class ClipPlan:
     """The groups of targets that share a norm, and each group's bound."""
 
-    groups: tuple[int, ...]  # the group's number of each target
-    max_norms: tuple[float, ...]  # each group's bound; infinity clips nothing
-    blocks: tuple[int | None, ...] = ()  # the block of each target, or None; nothing where there are none
+    groups: tuple[int, ...]  # group number of each target
+    max_norms: tuple[float, ...]  # bound of each group, infinity for no clipping
+    blocks: tuple[int | None, ...] = ()  # block of each target or None, empty if there are no blocks
 
     @cached_property
     def digest(self) -> int:
-        """Eight bytes by which workers compare the bounds."""
+        """A hash of 8 bytes that workers compare to find different bounds."""
         return xxhash.xxh3_64_intdigest(np.array(self.max_norms).tobytes())
 
     @cached_property
@@ -49,7 +49,7 @@ class ClipPlan:
 
     @cached_property
     def rows(self) -> list[npt.NDArray[np.intp]]:
-        """The targets of each group, then of each block, as rows of matrices, filled up with -1."""
+        """The targets of each group, then of each block, as rows of matrices, padded with -1."""
         return _rows([*self.members, *self.block_members])
 
 
@@ -62,9 +62,9 @@ def _collected(labels: Sequence[int | None], count: int) -> list[list[int]]:
 
 
 def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
-    """Matrices of consecutive segments, each at most twice as large as what is in it."""
+    """Return matrices of consecutive segments. Each is at most twice as large as its segments."""
     found: list[list[Sequence[int]]] = []
-    width = members = 0  # of the last matrix
+    width = members = 0  # columns and members of the last matrix
     for segment in segments:
         width, members = max(width, len(segment)), members + len(segment)
         if not found or width * (len(found[-1]) + 1) > 2 * members:
@@ -80,44 +80,44 @@ def _rows(segments: Sequence[Sequence[int]]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class Spike:
-    """A policy's judgement of a norm that is finite."""
+    """A policy's judgement of a finite norm."""
 
-    bound: float  # a norm above it is a spike
-    held: float  # what the norm counts as in the running mean; a spike that is not skipped is clipped to it
+    bound: float  # the bound above which a norm is a spike
+    held: float  # the value for the running mean, to which a spike is clipped if it is not skipped
     is_found: bool = False
     skips: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """K2's result: norms of the averaged gradient, and the factor that each group is multiplied by."""
+    """The result of K2, with norms of the averaged gradient and the factor that each group is multiplied by."""
 
-    norm: Scalar  # over all targets
+    norm: Scalar  # norm over all targets
     group_norms: Sequence[Scalar]
     block_norms: Sequence[Scalar]
-    component_norms: Sequence[Scalar]  # each target's
-    scales: Sequence[Scalar]  # each group's clip scale, in 0..1
-    factors: Sequence[Scalar]  # each group's, in fp32: clip scale / divisor; a normal number, or 0
-    inverse: Scalar  # 1 / the first group's factor, rounded once to fp32; infinity where the factor is 0
-    skipped: Scalar  # whether zeros are handed back
-    bad: tuple[int, ...] | None  # positions of the targets that hold NaN or Inf; None where only the device knows
-    loss_scale: Scalar = field(default=None, kw_only=True)  # that it was decided with, where the device has it
+    component_norms: Sequence[Scalar]  # norm of each target
+    scales: Sequence[Scalar]  # clip scale of each group, in 0..1
+    factors: Sequence[Scalar]  # clip scale / divisor of each group in fp32, a normal number or 0
+    inverse: Scalar  # 1 / the first group's factor, rounded once to fp32, or infinity if the factor is 0
+    skipped: Scalar  # whether the result is zeros
+    bad: tuple[int, ...] | None  # positions of the targets with NaN or Inf, None if only the device has them
+    loss_scale: Scalar = field(default=None, kw_only=True)  # loss scale of the decision, if it is on the device
     spiked: Scalar = field(default=False, kw_only=True)  # whether the norm was a spike
-    spike_bound: Scalar = field(default=math.inf, kw_only=True)  # above which it would have been one
-    spike: Spike | None = field(default=None, kw_only=True)  # the judgement, where the host made it
+    spike_bound: Scalar = field(default=math.inf, kw_only=True)  # the bound above which a norm is a spike
+    spike: Spike | None = field(default=None, kw_only=True)  # the judgement, if the host made it
 
     @property
     def scale(self) -> Scalar:
-        """The clip scale; with several groups the smallest."""
+        """The clip scale, or the smallest one of several groups."""
         return min(self.scales)
 
     @property
     def factor(self) -> Scalar:
-        """The first group's factor; without groups the only one."""
+        """The first group's factor, or the only one."""
         return self.factors[0]
 
     def kept_norm(self) -> Scalar:
-        """The norm in memory that the next decision does not overwrite."""
+        """Return the norm in memory that the next decision does not overwrite."""
         return self.norm
 
 
@@ -129,15 +129,15 @@ def decide(
     zero_if_bad: bool = False,
     judged: Callable[[float], Spike] | None = None,
 ) -> Decision:
-    """The decision, from each target's squared sum; fp64 throughout, the factor rounded once to fp32.
+    """Return the decision from each target's squared sum, in fp64. Factors are rounded once to fp32.
 
-    `judged` says whether a finite norm is a spike. One that is clipped scales each group at most to its bound. A
-    divisor of infinity means that all micro-batches were dropped: the step is skipped.
+    `judged` returns whether a finite norm is a spike. If a spike is clipped, no group's scale is larger than the
+    spike's. A divisor of infinity means that all micro-batches were dropped, so the step is skipped.
     """
     norm = math.sqrt(sum_in_order(totals)) / divisor
     groups = len(plan.max_norms)
     norms = [norm] if groups == 1 and not plan.block_members else _norms_of_rows(totals, plan, divisor)
-    scales = list(map(clip_scale, norms, plan.max_norms, repeat(divisor)))  # of the groups, which are first
+    scales = list(map(clip_scale, norms, plan.max_norms, repeat(divisor)))  # The groups are first.
     bad = () if math.isfinite(norm) else tuple(np.flatnonzero(~np.isfinite(totals)).tolist())
     is_empty = math.isinf(divisor)
     spike = judged(norm) if judged is not None and math.isfinite(norm) and not is_empty else None
@@ -161,18 +161,18 @@ def decide(
 
 
 def _norms_of_rows(totals: Float64, plan: ClipPlan, divisor: float) -> list[float]:
-    """Each group's norm, then each block's, by a few NumPy calls however many there are."""
-    padded = np.append(totals, 0.0)  # what stands for nothing in a row adds nothing to it
+    """Return each group's norm, then each block's, by a few NumPy calls for any number of them."""
+    padded = np.append(totals, 0.0)  # The padding of a row, -1, selects this zero.
     sums = [np.add.accumulate(padded[rows], axis=1)[:, -1] for rows in plan.rows]
     norms: list[float] = (np.sqrt(np.concatenate(sums)) / divisor).tolist()
     return norms
 
 
 def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
-    """min(1, max_norm / norm), no epsilon; a norm of 0 gives 1, and so does one that is not finite (nothing to aim at).
+    """Return min(1, max_norm / norm), without an epsilon. A norm that is 0 or not finite gives 1.
 
-    0 where scale / divisor is below fp32's normal numbers: rounded there it could pass the bound by half, and its
-    inverse may be no fp32 number.
+    The result is 0 if scale / divisor is below fp32's normal numbers. Rounded there, it could exceed the bound by half,
+    and its inverse may not be an fp32 number.
     """
     if not max_norm < norm < math.inf:
         return 1.0
@@ -181,8 +181,8 @@ def clip_scale(norm: float, max_norm: float, divisor: float = 1.0) -> float:
 
 
 def refuse_bad_divisor(divisor: float, what: str) -> None:
-    """Raise `WindowError` unless 1 / divisor is a normal fp32 number: else it is Inf or 0, or has lost bits."""
-    if not SMALLEST_FACTOR <= divisor <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
+    """Raise `WindowError` unless 1 / divisor is a normal fp32 number, since otherwise it is Inf, 0 or loses bits."""
+    if not SMALLEST_FACTOR <= divisor <= 1 / SMALLEST_FACTOR:  # NaN is refused too.
         raise WindowError(
             f"{what} is out of range",
             got=f"{divisor:g}",
@@ -192,5 +192,5 @@ def refuse_bad_divisor(divisor: float, what: str) -> None:
 
 
 def sum_in_order(values: Float64) -> float:
-    """Sum from first to last, since NumPy's and Python's own sums change their order or rounding between versions."""
+    """Return the sum from first to last. NumPy's and Python's sums change order or rounding between versions."""
     return float(np.add.accumulate(values)[-1]) if values.size else 0.0

@@ -1,6 +1,6 @@
-"""Asks events whether they are done, keeps memory until then, and notes which devices have failed.
+"""Queries of events, memory that is kept until they are done, and a record of the devices that have failed.
 
-No other file asks the driver for its progress, or looks at the errors by which it says that a device has failed.
+No other file of this folder queries the driver's progress, or finds out from an error that a device has failed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from gradengine.kernels.device import Answer
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DONE, _NOT_YET = 0, 600  # cudaSuccess, cudaErrorNotReady
-#: Device ordinal -> CUDA's error by which it failed, for as long as the process lives.
+#: CUDA's error of each device that has failed, by device ordinal, kept as long as the process lives.
 FAILURES: dict[int, object] = {}
-MOST_LENT = 1 << 30  # bytes of lent memory that may be kept besides what was lent last
+MOST_LENT = 1 << 30  # most bytes of borrowed memory that are kept in addition to the last
 
 
 @final
 class Events(AbstractContextManager[None]):
-    """Asks and waits for events of one device without voiding a graph that any thread records, in any mode.
+    """Queries and waits for events of one device, without voiding a graph that any thread records in any mode.
 
     While a thread captures in global mode (torch's default), the driver refuses such calls of all threads and voids the
-    capture, unless the calling thread is in relaxed mode.
+    capture. Only calls of threads in relaxed mode are allowed.
 
-    As a context: an error by which the device has failed leaves it as `DeviceFailed`.
+    As a context, it raises `DeviceFailed` in place of an error that means that the device has failed.
     """
 
     def __init__(self, xp: Any, ordinal: int) -> None:
         self._runtime, self._ordinal = xp.cuda.runtime, ordinal
-        driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # CuPy has loaded it
+        driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")  # CuPy has loaded it.
         self._exchange_mode = driver.cuThreadExchangeStreamCaptureMode
 
     def __enter__(self) -> None:
-        """All threads may be in it at once."""
+        """Do nothing. All threads may be in it at the same time."""
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
@@ -48,22 +48,22 @@ class Events(AbstractContextManager[None]):
             self.raise_if_lost(fault)
 
     def relaxed(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Make a call that waits for the device, in relaxed mode, in which other threads' captures allow it."""
+        """Make a call that waits for the device, in relaxed mode, which other threads' captures allow."""
         mode = ctypes.c_int(_RELAXED)
         pointer = ctypes.byref(mode)
         with self:
             try:
-                self._exchange_mode(pointer)  # it gets the mode before at once, which Ctrl-C cannot lose
+                self._exchange_mode(pointer)  # The old mode is stored within this call, so Ctrl-C cannot lose it.
                 return call(*arguments)
             finally:
                 if mode.value != _RELAXED:
                     self._exchange_mode(pointer)
 
     def is_done(self, event: Any) -> bool:
-        """Whether the work before an event is done; never waits.
+        """Return whether the work before an event is done, without waiting.
 
         Raises:
-            DeviceFailed: Work on the device ended in an error, perhaps another library's: the event will never be done.
+            DeviceFailed: Work on the device, perhaps of another library, ended in an error.
         """
         status = self.relaxed(self._runtime.eventQuery, event.ptr)
         if status not in {_DONE, _NOT_YET}:
@@ -76,14 +76,14 @@ class Events(AbstractContextManager[None]):
         self.relaxed(event.synchronize)
 
     def raise_if_lost(self, fault: BaseException) -> None:
-        """Raise `DeviceFailed` in place of CUDA's error, if by that the device has failed; every later call does."""
+        """Raise `DeviceFailed` if CUDA's error means that the device has failed. Later calls then raise it too."""
         status = status_of_loss(fault)
         if status is not None:
             self._note(status)
             self.refuse_failed()
 
     def refuse_failed(self) -> None:
-        """Raise `DeviceFailed` if the device is known to have failed; does not ask the driver."""
+        """Raise `DeviceFailed` if the device is known to have failed. Does not query the driver."""
         if self._ordinal in FAILURES:
             raise device_failed(FAILURES[self._ordinal])
 
@@ -93,7 +93,7 @@ class Events(AbstractContextManager[None]):
 
 @final
 class Entered(AbstractContextManager[None]):
-    """Several contexts as one. Not a generator, which an interrupt may leave suspended until its traceback is freed."""
+    """Several contexts as one. An interrupt could leave a generator suspended until its traceback is freed."""
 
     def __init__(self, *contexts: AbstractContextManager[object]) -> None:
         self._contexts, self._entered = contexts, ExitStack()
@@ -124,11 +124,11 @@ class Kept:
         return len(self._waiting)
 
     def until(self, events: Collection[Any], memory: object) -> None:
-        """Keep memory until these events are done. Finalisers call this at any time, so it does not ask the driver."""
+        """Keep memory until these events are done. Finalisers call this at any time, so it makes no driver call."""
         self._waiting.append((events, memory, 0))
 
     def lent(self, event: Any, memory: object, nbytes: int) -> None:
-        """Keep memory of a producer whose stream is unknown; if much is kept already, wait for the oldest first.
+        """Keep memory of a producer whose stream is unknown. If much is kept already, wait for the oldest first.
 
         Without that bound a host that runs ahead would keep one set of gradients for each micro-batch it is ahead.
         """
@@ -136,7 +136,7 @@ class Kept:
         self._waiting.append(((event,), memory, nbytes))
 
     def let_go(self) -> None:
-        """Free entries whose events are done, in relaxed mode: to free a graph is a call of the driver too."""
+        """Free entries whose events are done, in relaxed mode, since freeing a graph is a driver call too."""
         self._events.relaxed(self._let_go)
 
     def _let_go(self) -> None:
@@ -144,12 +144,12 @@ class Kept:
         for _ in range(len(self._waiting)):
             try:
                 entry = self._waiting.popleft()
-            except IndexError:  # another thread looks at the rest
+            except IndexError:  # Another thread tests the rest.
                 return
             is_done = False
             try:
                 is_done = all(map(self._events.is_done, entry[0]))
-            finally:  # also if the device has failed
+            finally:  # The entry is also kept if the device has failed.
                 if not is_done:
                     self._waiting.append(entry)
 
@@ -159,7 +159,7 @@ class Kept:
 
     def _wait_until(self, is_enough: Callable[[], bool]) -> None:
         while self._waiting and not is_enough():
-            with suppress(IndexError):  # another thread took it
+            with suppress(IndexError):  # Another thread took the entry.
                 events, *_ = self._waiting.popleft()
                 for event in events:
                     self._events.wait(event)

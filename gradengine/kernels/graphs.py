@@ -1,4 +1,4 @@
-"""CUDA graphs: work is recorded on a separate stream, and replayed by one launch.
+"""CUDA graphs, recorded on a separate stream and replayed by one launch.
 
 The addresses of gradients and destinations are in the graph, as arguments of its launches.
 """
@@ -17,16 +17,16 @@ from gradengine.kernels.device import Graph
 
 @final
 class CudaGraph(Graph):
-    """A CUDA graph; while it is recorded, its stream is the current one."""
+    """A CUDA graph. While it is recorded, its stream is the current one."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime, self.kept = runtime, []
-        self.graph: Any = None  # once the recording is over
-        self._launched = runtime.event()  # after the last run
+        self.graph: Any = None  # the graph after the recording
+        self._launched = runtime.event()  # the event after the last run
         self._recording = ExitStack()
 
     def replay(self) -> None:
-        """See `Graph.replay`; memory that the graph reads is kept alive until the run is over."""
+        """See `Graph.replay`. Memory that the graph reads is kept alive until the run is over."""
         runtime = self._runtime
         with runtime.active():
             self.graph.launch()
@@ -65,5 +65,5 @@ class CudaGraph(Graph):
         self.graph = self._runtime.relaxed(stream.end_capture)
 
     def _abandon(self) -> None:
-        with suppress(Exception):  # it may say that the capture is void, or was not begun; why, the caller is told
+        with suppress(Exception):  # The capture may be void or not begun. The caller gets the first error.
             self._recording.close()

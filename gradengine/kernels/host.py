@@ -1,4 +1,4 @@
-"""The kernels in NumPy: piece by piece through the cache, with a few threads; the definition that the GPU must match.
+"""The kernels in NumPy, which work on pieces that fit the cache, with a few threads. They define the GPU's results.
 
 NumPy releases the GIL inside each of these calls, so plain threads reach the memory's bandwidth. A chunk's result
 depends on the chunk alone, so the number of threads and their order change no bit.
@@ -31,37 +31,38 @@ from gradengine.kernels.spikes import Spikes
 from gradengine.layout.slots import Span
 
 Task = TypeVar("Task")
-# Chunks of some targets that a thread takes at a time: the columns of their sources in a fold, the chunks themselves,
-# where they are cut out of the sources (None where all are whole), and the products that measure them.
+# The chunks of some targets that a thread takes at a time. The fields are the columns of their sources in a fold, the
+# chunks, their slices of the sources (None if all are whole), and the products that measure them.
 _Piece: TypeAlias = tuple[slice, list[Values], list[slice] | None, list[Product]]
-Term: TypeAlias = tuple[Array, str, np.float32]  # a gradient as it is stored, its dtype, its micro-batch's weight
+Term: TypeAlias = tuple[Array, str, np.float32]  # a stored gradient, its dtype, its micro-batch's weight
 
-_ELEMENTS_A_THREAD = 524288  # less is done before another thread has woken up: 600,000 take one 270 us, two 330
-# Smaller chunks are no reason for a thread: they meet at the GIL between chunks, and who waits there sleeps. Clipping
-# 218 of 10,000 takes one 2.4 ms, two 8.3. To measure: NumPy's vecdot keeps the GIL below 500 rows of 256 elements.
+# Less is done before another thread has woken up. 600,000 elements take 270 us on one thread and 330 us on two.
+_ELEMENTS_A_THREAD = 524288
+# Threads contend for the GIL between small chunks, so small chunks use one thread. Clipping 218 chunks of 10,000
+# elements takes 2.4 ms on one thread and 8.3 ms on two. NumPy's vecdot holds the GIL below 500 rows of 256 elements.
 _LEAST_FOLDED, _LEAST_MEASURED = 65536, 131072
-_ELEMENTS_A_FACTOR = 1 << 18  # of bf16: what `_has_ties` takes, 40 us, is saved on as many
+_ELEMENTS_A_FACTOR = 1 << 18  # bf16 elements that save the 40 us of `_has_ties`
 _ONE = np.float32(1)
 _BF16_NAN = np.uint16(0x7FC0)
-_UPPER_HALF = np.uint32(0xFFFF0000)  # of a word
+_UPPER_HALF = np.uint32(0xFFFF0000)  # mask of a word's upper half
 
 
 class _Prepared(NamedTuple):
     """The operands of a fold into some targets and of their squared sums."""
 
     chunks: list[Chunk]
-    indices: npt.NDArray[np.intp] | None  # of their partial sums; None for all, in order
+    indices: npt.NDArray[np.intp] | None  # indices of their partial sums, None for all in order
     pieces: list[_Piece]
-    shared: int  # elements that are worth a thread in a fold
+    shared: int  # number of elements that threads can share in a fold
     shared_to_measure: int
 
 
 @final
 class HostKernels(Kernels):
-    """NumPy on the CPU.
+    """The kernels of the CPU.
 
     Args:
-        threads: Threads to work with, the caller's included; by default one for each CPU that its container leaves it.
+        threads: The number of threads, including the caller's. The default is the number of CPUs in the container.
 
     Raises:
         CallerError: `threads` is less than one.
@@ -75,13 +76,13 @@ class HostKernels(Kernels):
     """
 
     device = HostDevice()
-    measures_in_passing = False  # a pass over what the cache has lost costs as much as a pass of its own
+    measures_in_passing = False  # Squared sums of memory that left the cache cost as much as a separate pass.
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
 
     def prepare(self, arena: Arena, spans: Sequence[Span], plan: ClipPlan | None = None) -> None:
-        """Leave it to the first call: the host may allocate in a step."""
+        """Do nothing, since the host may allocate in a step."""
 
     def accumulate(self, arena: Arena, fold: FoldPass, *, measure: bool = False) -> None:
         if fold.dropped:
@@ -140,7 +141,7 @@ class HostKernels(Kernels):
             self._add_up(arena, chunks, _indices_of(chunks, partials))
 
     def _add_up(self, arena: Arena, chunks: Sequence[Chunk], indices: npt.NDArray[np.intp] | None) -> None:
-        """Make the partial sums of these chunks from their products."""
+        """Compute the partial sums of these chunks from their products."""
         totals, doubtful = arena.partials.sums.totals(indices)
 
         def take_anew(number: int) -> None:
@@ -193,7 +194,7 @@ class HostKernels(Kernels):
             self._scale(arena.targets, factors, arena.targets, arena.partials.pieces, are_finite=decision.bad == ())
 
     def _scale_in_place(self, memory: Values, factor: np.float32) -> None:
-        """Scale a whole arena in few calls, whatever its targets: the padding between them is zero and stays zero."""
+        """Scale a whole arena in few calls for any targets. The padding between them is zero and stays zero."""
 
         def scale_chunk(start: int) -> None:
             chunk = memory[start : start + CHUNK]
@@ -219,7 +220,7 @@ class HostKernels(Kernels):
         tieless = _factors_without_ties(sources, factors)
 
         def scale_piece(piece: Sequence[Chunk]) -> None:
-            narrow: dict[np.float32, list[tuple[Array, Array]]] = {}  # bf16 to bf16
+            narrow: dict[np.float32, list[tuple[Array, Array]]] = {}  # bf16 sources and destinations by factor
             for position, _, start, stop in piece:
                 source, factor, destination = sources[position], factors[position], destinations[position]
                 if factor == 1 and source.pointer == destination.pointer:
@@ -251,35 +252,35 @@ class HostKernels(Kernels):
         return None
 
     def _run(self, work: Callable[[Task], None], tasks: Sequence[Task], shared: int) -> None:
-        """Do `work` on each task, with helper threads if there are enough elements to be shared."""
+        """Do `work` on each task, with helper threads if there are enough elements to share."""
         helpers = min(self.threads, len(tasks), shared // _ELEMENTS_A_THREAD) - 1
         if helpers > 0:
             shared_by_threads(work, tasks, helpers, self.threads)
             return
-        # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
+        # Overflow and NaN are found by the squared sums and reported by name, unlike in NumPy's warnings.
         with np.errstate(all="ignore"):
             for task in tasks:
                 work(task)
 
 
 def _indices_of(chunks: Sequence[Chunk], partials: PartialSums) -> npt.NDArray[np.intp] | None:
-    """The indices of the chunks' partial sums; None for all, in order."""
+    """Return the indices of the chunks' partial sums, or None for all in order."""
     return None if chunks == partials.all_chunks else np.array([index for _, index, _, _ in chunks], np.intp)
 
 
 def _to_be_summed(target: Buffer, start: int, stop: int) -> Values:
-    """The elements of a chunk in fp32, in any order."""
+    """Return the elements of a chunk in fp32, in any order."""
     data = target.data if stop - start == target.size else target.data[start:stop]
     return _widened_in_any_order(data) if target.dtype == "bfloat16" else _widened(data, target.dtype)
 
 
 def _to_share(chunks: Iterable[Chunk], least: int) -> int:
-    """The number of elements in chunks so large that threads do not wait for each other's GIL."""
+    """Return the number of elements in chunks so large that threads do not contend for the GIL."""
     return sum(stop - start for _, _, start, stop in chunks if stop - start >= least)
 
 
 def _prepared(arena: Arena, slots: Span) -> _Prepared:
-    """The prepared operands of some targets, made at the first call for them."""
+    """Return the prepared operands of some targets, made at the first call for them."""
     found: _Prepared | None = arena.prepared.get(slots)
     if found is None:
         chunks = arena.partials.chunks(slots.positions)
@@ -298,7 +299,7 @@ def _prepared(arena: Arena, slots: Span) -> _Prepared:
 def _piece(arena: Arena, slots: Span, chunks: Sequence[Chunk]) -> _Piece:
     columns = slice(slots.column[chunks[0][0]], slots.column[chunks[-1][0]] + 1)
     parts = {position: slice(start, stop) for position, _, start, stop in chunks}
-    cuts = [parts.get(position, slice(0)) for position in slots.positions[columns]]  # an empty target has no chunk
+    cuts = [parts.get(position, slice(0)) for position in slots.positions[columns]]  # An empty target has no chunk.
     whole = [arena.targets[position].data for position in slots.positions[columns]]
     targets = [target[cut] for target, cut in zip(whole, cuts, strict=True)]
     is_cut = any(part.size < target.size for part, target in zip(targets, whole, strict=True))
@@ -311,7 +312,7 @@ def _piece(arena: Arena, slots: Span, chunks: Sequence[Chunk]) -> _Piece:
 
 
 def _together(products: Sequence[Product]) -> Sequence[Product]:
-    """Products of one shape: a single one where they are at equal distances, as those of alike layers are."""
+    """Return products of one shape, joined to one if they are at equal distances, as in equal layers."""
     pairs = itertools.pairwise(products)
     distances = {tuple(map(_distance, *pair)) for pair in pairs}
     if len(distances) != 1:
@@ -326,9 +327,9 @@ def _distance(first: Values, second: Values) -> int:
 
 
 def _fold_piece_of(fold: FoldPass) -> Callable[[_Piece], None]:
-    """The function that folds a piece of the targets."""
-    # fp32 of weight 1, as most are, is a NumPy call for each target and micro-batch, and no function of ours.
-    # Flags are searched as bytes: `any` and `all` take 1 us each, and one micro-batch of small tensors 30.
+    """Return the function that folds a piece of the targets."""
+    # Most gradients are fp32 with weight 1. They take one NumPy call for each target and micro-batch. Flags are
+    # searched as bytes, since `any` and `all` take 1 us each, and a micro-batch of small tensors takes 30 us.
     flags, pairs = fold.overwrite.tobytes(), zip(fold.contributions, fold.weights, strict=True)
     plain = [fp32 for contribution, weight in pairs if weight == 1 and (fp32 := contribution.fp32) is not None]
     if len(plain) == len(fold.contributions) and not (b"\0" in flags and b"\1" in flags):
@@ -337,7 +338,7 @@ def _fold_piece_of(fold: FoldPass) -> Callable[[_Piece], None]:
 
 
 def _add_piece(contributions: Sequence[Sequence[Values]], is_first: bool, piece: _Piece) -> None:
-    """Add the contributions to a piece's targets in order; the window's first overwrites them."""
+    """Add the contributions to a piece's targets in order. The window's first contribution overwrites them."""
     columns, targets, cuts, _ = piece
     given = [arrays[columns] for arrays in contributions]
     if cuts is not None:
@@ -349,7 +350,7 @@ def _add_piece(contributions: Sequence[Sequence[Values]], is_first: bool, piece:
     elif len(given) == 1:
         for total, source, target in zip(totals, given[0], targets, strict=True):
             add(total, source, target)
-    else:  # one target after the other, while the cache has it
+    else:  # Each target is completed while it is in the cache.
         for target, total, *sources in zip(targets, totals, *given, strict=True):
             add(total, sources[0], target)
             for source in sources[1:]:
@@ -362,7 +363,7 @@ def _measure_piece(piece: _Piece) -> None:
 
 
 def _terms_of(fold: FoldPass) -> list[list[Term]]:
-    """For each target the terms that are added to it, in order."""
+    """Return the terms that are added to each target, in order."""
     terms: list[list[Term]] = [[] for _ in fold.slots.positions]
     for contribution, weight in zip(fold.contributions, fold.weights, strict=True):
         if contribution.fp32 is not None:
@@ -386,18 +387,18 @@ def _fold_piece(terms: Sequence[list[Term]], overwrite: npt.NDArray[np.bool_], p
             else:
                 total = np.add(total, _widened(data[cut], dtype, weight), out=target)
         if total is not None and total is not target:
-            target[...] = total  # one term alone, in fp32 and of weight 1
+            target[...] = total  # a single fp32 term with weight 1
 
 
 def _is_finite(values: Array, dtype: str) -> bool:
-    """Whether all elements are finite. NaN and infinity are the largest of a short dtype's bits without the sign."""
+    """Return whether all elements are finite. Without the sign, NaN and Inf have the largest bits of a short dtype."""
     if dtype == "float32":
         return bool(np.isfinite(values.max()) and np.isfinite(values.min()))
     return bool((values.view(np.uint16) & np.uint16(0x7FFF)).max() < (0x7C00 if dtype == "float16" else 0x7F80))
 
 
 def first_non_finite(values: Values) -> tuple[int, float] | None:
-    """Index and value of the first NaN or Inf, or None."""
+    """Return index and value of the first NaN or Inf, or None."""
     finite = np.isfinite(values)
     if finite.all():
         return None
@@ -406,9 +407,9 @@ def first_non_finite(values: Values) -> tuple[int, float] | None:
 
 
 def _widened(source: Array, dtype: str, weight: np.float32 = _ONE, wide: Values | None = None) -> Values:
-    """The values in fp32, exactly, times the weight: the source itself if that changes nothing, or written to `wide`.
+    """Return the values in fp32, exactly, times the weight. This is the source if nothing changes, or `wide`.
 
-    `wide` is this thread's scratch by default, good until its next use.
+    By default `wide` is this thread's scratch, which is valid until its next use.
     """
     if dtype == "float32" and weight == 1:
         return source
@@ -424,11 +425,11 @@ def _widened(source: Array, dtype: str, weight: np.float32 = _ONE, wide: Values 
 
 
 def _widened_in_any_order(source: npt.NDArray[np.uint16]) -> Values:
-    """The values of bf16 in fp32 in another order, for a sum: from words of two, all second values, then all first.
+    """Return bf16 values in fp32 in a different order, for a sum. It has all second values of words, then all first.
 
-    It is half the work of `_widened`.
+    This is half the work of `_widened`.
     """
-    words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned ones by way of a buffer
+    words = source[: source.size & ~1].view(np.uint32)  # NumPy reads unaligned words through a buffer.
     wide, count = _scratch()[0][: source.size], words.size
     bits = wide.view(np.uint32)
     np.bitwise_and(words, _UPPER_HALF, out=bits[:count])
@@ -448,7 +449,7 @@ def _scale(values: Values, factor: np.float32, destination: Array, dtype: str) -
 
 
 def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, **known: bool) -> None:
-    """Scale bf16 sources to bf16 destinations of one factor; several small ones are joined, and take no more calls."""
+    """Scale bf16 sources to bf16 destinations by one factor. Several small ones are joined, which saves calls."""
     sources, destinations = zip(*pairs, strict=True)
     if len(pairs) == 1:
         _scale_words(sources[0], factor, destinations[0], **known)
@@ -461,7 +462,7 @@ def _scale_bfloat16(pairs: Sequence[tuple[Array, Array]], factor: np.float32, **
 
 
 def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_ties: bool, is_finite: bool) -> None:
-    """Scale bf16 in words of two values, which is half the work of widening and rounding each."""
+    """Scale bf16 in words of two values, which is half the work of widening and rounding each value."""
     wide = _widened_in_any_order(source)
     np.multiply(wide, factor, out=wide)
     if not is_finite and np.isnan(wide.max()):
@@ -476,20 +477,20 @@ def _scale_words(source: Array, factor: np.float32, destination: Array, *, has_t
     np.bitwise_and(upper, _UPPER_HALF, out=upper)
     np.right_shift(lower, 16, out=lower)
     np.bitwise_or(upper, lower[:count], out=destination[: 2 * count].view(np.uint32))
-    destination[2 * count :] = lower[count:]  # the last of an odd number
+    destination[2 * count :] = lower[count:]  # the last one of an odd number of elements
 
 
 def _factors_without_ties(sources: Sequence[Buffer], factors: Sequence[np.float32]) -> set[np.float32]:
-    """The factors that take no bf16 value halfway between two, so that adding half an ulp rounds to nearest even.
+    """Return the factors that put no bf16 value halfway between two, so that adding half an ulp rounds to nearest even.
 
-    None where there are fewer elements than make up for the search.
+    The result is empty if there are too few elements to make up for the search.
     """
     elements, distinct = sum(source.size for source in sources if source.dtype == "bfloat16"), set(factors)
     return {f for f in distinct if elements >= _ELEMENTS_A_FACTOR * len(distinct) and not _has_ties(f)}
 
 
 def _has_ties(factor: np.float32) -> bool:
-    """Whether any bf16 value times the factor lies halfway between an even value and a larger one."""
+    """Return whether any bf16 value times the factor is halfway between an even value and a larger one."""
     every = np.arange(1 << 16, dtype=np.uint32) << 16
     with np.errstate(all="ignore"):
         products = np.multiply(every.view(np.float32), factor).view(np.uint32)
@@ -506,7 +507,7 @@ def _round_to_bfloat16(destination: npt.NDArray[np.uint16], values: Values) -> N
 
 
 def _add_half_an_ulp(bits: npt.NDArray[np.uint32]) -> None:
-    """Add half an ulp of bf16 less one, plus the bit that decides a tie: cut to bf16, the result is rounded to even."""
+    """Add half an ulp of bf16 less one, plus the bit that decides a tie. Truncation then rounds to nearest even."""
     half_ulp = _scratch()[1][: bits.size]
     np.bitwise_and(np.right_shift(bits, 16, out=half_ulp), 1, out=half_ulp)
     np.add(half_ulp, 0x7FFF, out=half_ulp)
@@ -517,7 +518,7 @@ _local = threading.local()
 
 
 def _scratch() -> tuple[Values, npt.NDArray[np.uint32]]:
-    """Two chunks of this thread, so that no pass allocates: a fresh megabyte costs 350 us of page faults."""
+    """Return two chunks of this thread, so that no pass allocates. A new megabyte costs 350 us of page faults."""
     if not hasattr(_local, "chunks"):
         _local.chunks = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint32)
     chunks: tuple[Values, npt.NDArray[np.uint32]] = _local.chunks

@@ -1,4 +1,4 @@
-"""The CPU as a device: memory, but no streams or graphs, since the host does one thing after the other."""
+"""The CPU as a device. It has memory but no streams or graphs, since the host works in order."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from gradengine.kernels.device import Device
 
 @final
 class HostDevice(Device):
-    """The CPU; see `Device`."""
+    """The CPU as a `Device`."""
 
     name, array_type = "cpu", np.ndarray
 
     def on(self, stream: object) -> AbstractContextManager[object]:
-        """The CPU has no streams."""
+        """Raise `CallerError` for a stream, since the CPU has none."""
         if stream is not None:
             raise CallerError("the CPU has no streams", got=said(stream), expected="stream=None")
         return nullcontext()
 
     def views(self, sources: Sequence[object], components: Sequence[str]) -> list[Buffer]:
-        """See `Device.views`; host memory only."""
+        """See `Device.views`. Takes host memory only."""
         return [host_buffer(source, component) for source, component in zip(sources, components, strict=True)]
 
     def allocate(self, size: int, *, is_shared: bool = False) -> Buffer:
-        """See `Device.allocate`; the pages are touched when first written."""
+        """See `Device.allocate`. The pages are touched when they are first written."""
         if is_shared:
             data = shared_array(size)
             return Buffer(data.ctypes.data, size, "float32", (size,), True, data, data=data)
         try:
             memory = np.empty(4 * size + 128, np.uint8)
-        except (MemoryError, ValueError):  # NumPy's word for more than an address can say
-            raise OutOfDeviceMemory("the CPU has too little memory", got=f"{4 * size} bytes asked for") from None
+        except (MemoryError, ValueError):  # NumPy raises ValueError beyond the range of addresses.
+            raise OutOfDeviceMemory("the CPU has too little memory", got=f"{4 * size} bytes requested") from None
         start = -memory.ctypes.data % 128
         data = memory[start : start + 4 * size].view(np.float32)
         return Buffer(data.ctypes.data, size, "float32", (size,), True, memory, data=data)
 
     def array(self, buffer: Buffer, shape: tuple[int, ...]) -> Array:
-        """See `Device.array`; a NumPy view."""
+        """See `Device.array`. Returns a NumPy view."""
         view: Array = buffer.data.reshape(shape)
         return view
 
     def write(self, buffer: Buffer, values: npt.NDArray[np.float32]) -> None:
-        """See `Device.write`; done at once."""
+        """See `Device.write`. The copy is done when this returns."""
         buffer.data[:] = values

@@ -1,4 +1,4 @@
-"""Threads that share a pass over memory on the CPU, and end with the pass even if the caller is interrupted."""
+"""Threads that share a pass over memory on the CPU. Their work ends with the pass, also after an interrupt."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Task = TypeVar("Task")
 
 
 def available_cpus() -> int:
-    """CPUs this process may run on, no more than its container's time is worth."""
+    """Return the number of CPUs that this process may use, limited by the CPU time of its container."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cpus if quota >= cpus else math.ceil(quota)
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """CPUs whose whole time the control groups of this process allow it, of either version; infinite without a limit.
+    """Return the number of CPUs whose time the control groups (v1 or v2) of this process allow, infinity for no limit.
 
     Args:
-        root: The folder that has `proc` and `sys`.
+        root: The folder that contains `proc` and `sys`.
     """
     quotas = [math.inf]
     with contextlib.suppress(OSError):
@@ -37,31 +37,31 @@ def cpu_quota(root: Path = Path("/")) -> float:
             if not controllers or "cpu" in controllers.split(","):
                 top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
                 group = top / os.path.normpath(f"/{path}").lstrip("/")
-                # A container sees its own group at the top.
+                # In a container, its group is at the top.
                 quotas += [_quota_of(folder) for folder in (group, *group.parents) if folder.is_relative_to(top)]
     return min(quotas)
 
 
 def _quota_of(group: Path) -> float:
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        with contextlib.suppress(OSError, ValueError):  # it is of the other version, or has no limit
+        with contextlib.suppress(OSError, ValueError):  # The group has the other version, or no limit.
             quota, period = map(float, " ".join((group / name).read_text() for name in names).split())
             return quota / period if quota > 0 else math.inf
     return math.inf
 
 
 def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpers: int, threads: int) -> None:
-    """Do `work` on each task, with `helpers` threads of a pool of `threads` - 1; they and the caller take one by one.
+    """Do `work` on each task in the caller and in `helpers` threads of a pool of `threads` - 1, one task at a time.
 
-    When this returns or raises, no thread works on these tasks any more, unless Ctrl-C came twice in a
-    millisecond. A helper that never began is not waited for. Without room for a thread the caller does all of it.
+    After this returns or raises, no thread works on these tasks, unless Ctrl-C came twice in a millisecond. A helper
+    that never began is not waited for. If no thread can be started, the caller does all tasks.
     """
-    waiting, begun, ended = deque(tasks), deque[None](), deque[None]()  # a deque's operations are atomic
+    waiting, begun, ended = deque(tasks), deque[None](), deque[None]()  # Operations on a deque are atomic.
     faults: list[BaseException] = []
-    news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a helper has ended
+    news: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item for each helper that has ended
 
     def drain() -> None:
-        # Overflow and NaN are found by the squared sums and reported by name; NumPy's warnings name nothing.
+        # Overflow and NaN are found by the squared sums and reported by name, unlike in NumPy's warnings.
         with np.errstate(all="ignore"):
             while True:
                 try:
@@ -71,7 +71,7 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
                 work(task)
 
     def drain_beside() -> None:
-        # Before the first task is taken: the caller empties `waiting`, and then waits for all that began.
+        # This precedes the first task, since the caller empties `waiting` and then waits for all helpers that began.
         begun.append(None)
         try:
             drain()
@@ -89,7 +89,7 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
 
     try:
         try:
-            with contextlib.suppress(RuntimeError):  # no new thread
+            with contextlib.suppress(RuntimeError):  # No new thread can be started.
                 calls = _calls_of_pool(threads)
                 for _ in range(helpers):
                     calls.put(drain_beside)
@@ -97,19 +97,19 @@ def shared_by_threads(work: Callable[[Task], None], tasks: Sequence[Task], helpe
         finally:
             end()
     finally:
-        end()  # the first one may be what Ctrl-C interrupted
+        end()  # Ctrl-C may have interrupted the first call.
     if faults:
         raise faults[0]
 
 
 _Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None]]"
-_pools: dict[tuple[int, int], _Calls] = {}  # by process, since a forked child has no threads, and by `threads`
+_pools: dict[tuple[int, int], _Calls] = {}  # pools by process (a forked child has no threads) and `threads`
 
 
 def _calls_of_pool(threads: int) -> _Calls:
-    """The queue that `threads` - 1 threads of this process serve, since the caller works too.
+    """Return the queue that `threads` - 1 threads of this process serve, since the caller works too.
 
-    Not an executor: it takes 5 to 20 us longer, and an interrupt of the caller can leave its futures' locks held.
+    An executor would take 5 to 20 us longer, and an interrupt of the caller could leave the locks of its futures held.
     """
     key = os.getpid(), threads
     new: _Calls = queue.SimpleQueue()
@@ -122,7 +122,7 @@ def _calls_of_pool(threads: int) -> _Calls:
                 started += 1
         finally:
             if not started:
-                del _pools[key]  # a queue that no thread serves would keep the callers' arrays
+                del _pools[key]  # A queue that no thread serves would keep the callers' arrays.
     return calls
 
 
@@ -130,4 +130,4 @@ def _serve(calls: _Calls) -> None:
     while True:
         call = calls.get()
         call()
-        del call  # it holds the caller's arrays
+        del call  # `call` keeps the caller's arrays alive.

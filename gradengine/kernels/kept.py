@@ -1,4 +1,4 @@
-"""Numbers that decisions read, and may change, from step to step: on the host, or in a GPU's memory for K2."""
+"""Numbers that decisions read and may change from step to step, on the host or in GPU memory for K2."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.decision import Scalar
 from gradengine.kernels.streams import StreamOrder
 
-BOUNDS_AT = 8  # bytes: before the bounds are those by which workers compare them
-ADDRESSES_AT = 24  # bytes: before the addresses are the other fields of `drops_of`
+BOUNDS_AT = 8  # offset of the bounds in bytes, after the digest that workers compare
+ADDRESSES_AT = 24  # offset of the addresses in bytes, after the other fields of `drops_of`
 
 
 def drops_of(components: int) -> np.dtype[Any]:
-    """The record of what a window's micro-batches count if those that are not finite are dropped: struct Drops."""
+    """Return the record (struct Drops) of the counts of a window's micro-batches if non-finite ones are dropped."""
     addresses = ("addresses", "<u8", (components,))
     return np.dtype([("weight", "<f8"), ("dropped", "<u8"), ("is_bad", "<f4"), ("unused", "<u4"), addresses])
 
 
 def bounds_of(groups: int) -> np.dtype[Any]:
-    """The record of the bounds of so many groups: `ClipPlan.digest` and `ClipPlan.max_norms`."""
+    """Return the record of the bounds of so many groups, `ClipPlan.digest` and `ClipPlan.max_norms`."""
     return np.dtype([("digest", "<u8"), ("max_norms", "<f8", (groups,))])
 
 
 class Kept:
-    """A record of numbers that outlives a step; this one is the CPU's.
+    """A record of numbers that outlives a step. This one is the CPU's.
 
     Args:
         dtype: The record's fields.
-        values: Their first values.
+        values: Their initial values.
     """
 
     def __init__(self, dtype: np.dtype[Any], *values: Any) -> None:
         self._dtype, self._values = dtype, values
 
     def field(self, name: str) -> Scalar:
-        """Return one field: a number; on a GPU always the same 0-d array, ordered after the steps that change it."""
-        assert self._dtype.names is not None  # noqa: S101  (a record's)
+        """Return one field. On a GPU this is always the same 0-d array, ordered after the steps that change it."""
+        assert self._dtype.names is not None  # noqa: S101  (a record has names)
         return self._values[self._dtype.names.index(name)]
 
     def read(self) -> tuple[Any, ...]:
-        """Return the fields' values; on a GPU this waits for the steps that change them."""
+        """Return the fields' values. On a GPU this waits for the steps that change them."""
         return self._values
 
     def write(self, *values: Any) -> None:
@@ -92,7 +92,7 @@ class DeviceKept(Kept):
 
 
 class Drops(NamedTuple):
-    """What a window's micro-batches count if those that are not finite are dropped."""
+    """The counts of a window's micro-batches if non-finite ones are dropped."""
 
-    kept: Kept  # of `drops_of`
-    sums: PartialSums  # of the gradients of the micro-batch that is judged, like the arena's
+    kept: Kept  # record of `drops_of`
+    sums: PartialSums  # squared sums of the judged micro-batch's gradients, with the arena's sizes

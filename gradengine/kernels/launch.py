@@ -1,13 +1,14 @@
-"""A launch: the table of its operands, the addresses passed with it, and its grid.
+"""A launch, with the table of its operands, the addresses passed with it, and its grid.
 
-A launch works on *entries*, one for each component. The device holds a row for each thread block (which entry, which
-chunk of it) and a row for each entry; both are made once for each set of components and kept. Addresses of gradients
-change, so they are passed by value, with no copy to be ordered and no memory that a captured graph could lose: 4 KB of
-arguments on any driver, 32 KB if NVRTC and the driver are of CUDA 12.1 or later. If there are more than fit (4000,
-for thousands of experts, or 480) one copy before the launch takes them, from pinned memory kept until it is done.
+A launch works on *entries*, one for each component. The device has a row for each thread block (its entry and chunk)
+and a row for each entry. Both are made once for each set of components and kept. Addresses of gradients change, so they
+are passed by value. This needs no copy that must be ordered, and no memory that a captured graph could lose. A launch
+takes 480 addresses in 4 KB of arguments on any driver. It takes 4000 (thousands of experts) in 32 KB if NVRTC and the
+driver are of CUDA 12.1 or later. More addresses are copied before the launch, from pinned memory kept until the copy is
+done.
 
-Grids are one thread block for each chunk of each component (`Table.rows`), so that the work of a launch is spread
-evenly whatever the tensors' sizes are: 12,190 blocks for the 350M layout, 6 to 84 for a LoRA block.
+The grid has one thread block for each chunk of each component (`Table.rows`), so the work is spread evenly over tensors
+of all sizes. The 350M layout has 12,190 blocks, and a LoRA block has 6 to 84.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _ROW = np.dtype([("entry", "<u4"), ("chunk", "<u4")])
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
-_TABLES = 256  # remembered: a window has one for each block; destinations that take turns make more
-_LARGEST_CHUNK = 32768  # elements: 256 threads x 16 units of 8, and the tail of the last wave of blocks stays short
-_SMALLEST_CHUNK = 2048  # one unit for each of 256 threads
-_WANTED_CHUNKS = 1024  # enough to fill a GPU of 132 multiprocessors with 8 blocks each
-CAPACITIES = {"small": 480, "large": 4000}
-THREADS = 256  # as the .cu files say; 512 for finalise
+_TABLES = 256  # tables that are kept, one for each block of a window and more for alternating destinations
+_LARGEST_CHUNK = 32768  # elements, 256 threads x 16 units of 8, which keeps the last wave of blocks short
+_SMALLEST_CHUNK = 2048  # elements, one unit of 8 for each of 256 threads
+_WANTED_CHUNKS = 1024  # number that fills a GPU of 132 multiprocessors with 8 blocks each
+CAPACITIES = {"small": 480, "large": 4000}  # addresses
+THREADS = 256  # threads of a block, as in the .cu files
 FINALISE_THREADS = 512
-_FILES = {  # and the kernels in each: but for _SINGLE, in a variant for each way of addresses
+# The kernels in each file. All except those in `_SINGLE` have a variant for each way to pass addresses.
+_FILES = {
     "accumulate": ("accumulate_1", "accumulate_4"),
     "measure": ("measure",),
     "finalise": ("finalise",),
@@ -45,11 +47,11 @@ _FILES = {  # and the kernels in each: but for _SINGLE, in a variant for each wa
     "judge": ("judge", "mask"),
     "hand_back": ("hand_back",),
 }
-_SINGLE = {"finalise", "tally", "judge"}  # which take no addresses by value
+_SINGLE = {"finalise", "tally", "judge"}  # kernels that take no addresses by value
 
 
 def chunk_for(size: int) -> int:
-    """Elements of a chunk for `size` elements in all: a power of two that depends on the size alone."""
+    """Return the elements of a chunk for `size` elements in total, a power of two that depends on the size alone."""
     chunk = _LARGEST_CHUNK
     while chunk > _SMALLEST_CHUNK and size < chunk * _WANTED_CHUNKS:
         chunk //= 2
@@ -57,13 +59,13 @@ def chunk_for(size: int) -> int:
 
 
 def entries_of(addresses: Any, sizes: Sequence[int], first: Any = 0, groups: Any = 0) -> npt.NDArray[Any]:
-    """The entries of a launch, one for each size.
+    """Return the entries of a launch, one for each size.
 
     Args:
-        addresses: Tagged addresses; 0 if each launch passes another.
-        sizes: Elements.
+        addresses: Tagged addresses, or 0 if each launch passes its addresses.
+        sizes: Numbers of elements.
         first: Indices of the first chunks' partial sums.
-        groups: Which factors they are multiplied by.
+        groups: Indices of the factors that the entries are multiplied by.
     """
     entries = np.empty(len(sizes), _TARGET)
     entries["address"], entries["size"], entries["first"], entries["group"] = addresses, sizes, first, groups
@@ -75,16 +77,16 @@ class Table:
     """Entries and rows on the device."""
 
     entries: int
-    blocks: int  # as many as there are rows: one thread block each
+    blocks: int  # number of rows, which is the number of thread blocks
     chunk: int
     rows: Any
     targets: Any
-    born: int  # handle of the stream that the memory came from
+    born: int  # handle of the stream that the memory was allocated on
     uses: dict[int, Any]  # events after the work of other streams, by handle
 
 
 def _rows_of(entries: npt.NDArray[Any], chunk: int) -> npt.NDArray[Any]:
-    """A row for each chunk of each entry."""
+    """Return a row for each chunk of each entry."""
     chunks = -(-entries["size"] // chunk)
     rows = np.empty(chunks.sum(), _ROW)
     rows["entry"] = np.repeat(np.arange(len(entries)), chunks)
@@ -95,9 +97,9 @@ def _rows_of(entries: npt.NDArray[Any], chunk: int) -> npt.NDArray[Any]:
 def by_value(
     addresses: npt.NDArray[np.uint64], weights: Sequence[np.float32] = (), capacities: Mapping[str, int] = CAPACITIES
 ) -> tuple[str, Any] | None:
-    """An argument that holds flat addresses (and weights), with the name of the kernel's variant that takes it.
+    """Return the name of a kernel's variant, and an argument for it with flat addresses (and weights).
 
-    None if there are too many, which are then passed through memory.
+    Return None if there are too many addresses, which are then passed through memory.
     """
     for size, capacity in capacities.items():
         if addresses.size <= capacity:
@@ -114,7 +116,7 @@ def _argument(weights: Sequence[np.float32]) -> npt.NDArray[Any]:
 
 @final
 class Launches:
-    """The kernels of one device, compiled or from CuPy's cache, to be launched on its current stream."""
+    """The kernels of one device, compiled or from CuPy's cache, which are launched on its current stream."""
 
     def __init__(self, device: CudaRuntime) -> None:
         self._device = device
@@ -132,7 +134,7 @@ class Launches:
         self._table_of = functools.lru_cache(_TABLES)(self._made)
 
     def table(self, entries: npt.NDArray[Any], chunk: int) -> Table:
-        """The table of these entries (see `entries_of`), copied to the device at the first call."""
+        """Return the table of these entries (see `entries_of`). The first call copies it to the device."""
         return self._table_of(entries.tobytes(), chunk)
 
     def _made(self, entries: bytes, chunk: int) -> Table:
@@ -156,10 +158,10 @@ class Launches:
     ) -> None:
         """Launch a kernel over a table's rows.
 
-        `function` is its name without the size of the argument with the addresses, `arguments` are those between the
-        table and the addresses. `dropped` is memory of `drops_of`: the kernel then reads there which gradients remain.
+        `function` is its name without the suffix for the way to pass addresses. `arguments` are those between the table
+        and the addresses. `dropped` is memory of `drops_of`, in which the kernel then reads which gradients remain.
         """
-        if not table.blocks:  # CuPy makes a grid of one block out of an empty one
+        if not table.blocks:  # CuPy would launch one block for an empty grid.
             return
         size, *rest = by_value(addresses, weights, self._capacities) or self._by_memory(addresses, weights)
         if dropped is not None:
@@ -172,7 +174,7 @@ class Launches:
         return "table", *([_argument(weights)] if weights else []), self._device.sent(addresses)
 
     def run(self, function: str, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
-        """Launch a kernel by its whole name."""
+        """Launch a kernel by its full name."""
         device = self._device
         if device.is_capturing():
             device.keep(*[one for one in arguments if isinstance(one, device.xp.ndarray)])

@@ -1,4 +1,4 @@
-"""A loss scale that follows the verdicts of steps, by the rule of torch's GradScaler, on the host or in K2."""
+"""A loss scale that follows the results of steps by the rule of torch.amp.GradScaler, on the host or in K2."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from gradengine.kernels.decision import Scalar
 from gradengine.kernels.kept import Kept
 
 _MOST_STEPS = (1 << 31) - 1
-_MOST = 2.0**64  # a step of a weight up to 2**62 can still be divided; also in finalise.cu
+_MOST = 2.0**64  # the limit in finalise.cu too, at which a step with a weight up to 2**62 can still be divided
 _SCALING = np.dtype([("scale", "<f4"), ("tracker", "<u4")])  # struct Scaling of finalise.cu
 
 
 @final
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that grows while gradients are finite and backs off when one is not, as torch's GradScaler does.
+    """A loss scale that grows while gradients are finite and shrinks when one is not, as in torch.amp.GradScaler.
 
     Args:
-        initial: The first one, used as fp32.
-        growth_factor: What it is multiplied by after `growth_interval` finite steps in a row, unless that passes 2**64.
-        backoff_factor: What it is multiplied by after a step that was skipped.
-        growth_interval: Steps.
+        initial: The initial loss scale, rounded to fp32, from 2**-64 to 2**64.
+        growth_factor: The factor after `growth_interval` finite steps in a row, above 1 and at most 2**64. The scale
+            does not grow beyond 2**64.
+        backoff_factor: The factor after a step whose gradient is not finite, at least 2**-64 and below 1.
+        growth_interval: The number of finite steps in a row before the scale grows, at least 1.
 
     Raises:
         CallerError: A number is out of range.
@@ -50,7 +51,7 @@ class DynamicLossScale:
         for name, (least, most) in ranges.items():
             number = as_float(getattr(self, name))
             is_at_one = name != "initial" and number == 1
-            if not least <= number <= most or is_at_one:  # NaN is refused too
+            if not least <= number <= most or is_at_one:  # NaN is refused too.
                 raise out_of_range(
                     name, getattr(self, name), f"{least:g}..{most:g}{', without 1' * (name != 'initial')}"
                 )
@@ -59,7 +60,7 @@ class DynamicLossScale:
         object.__setattr__(self, "growth_interval", interval)
 
     def after(self, scale: np.float32, tracker: int, *, is_finite: bool) -> tuple[np.float32, int]:
-        """The scale, and how many finite steps in a row it has seen, after one more step."""
+        """Return the scale and the number of finite steps in a row, after one more step."""
         with np.errstate(over="ignore"):
             if not is_finite:
                 return np.float32(float(scale) * self.backoff_factor), 0
@@ -71,11 +72,11 @@ class DynamicLossScale:
 
 @final
 class LossScale:
-    """A dynamic loss scale in its device's memory; on a GPU K2 updates it with each verdict.
+    """A dynamic loss scale in its device's memory. On a GPU, K2 updates it in each step.
 
     Attributes:
         rule: The rule by which it changes.
-        kept: The scale, and the finite steps in a row that it has seen.
+        kept: The scale and the number of finite steps in a row.
     """
 
     def __init__(self, rule: DynamicLossScale, kept: Callable[..., Kept]) -> None:
@@ -83,10 +84,10 @@ class LossScale:
 
     @property
     def value(self) -> Scalar:
-        """The factor of the open window's loss: a number; on a GPU always the same 0-d array."""
+        """The factor of the open window's loss. On a GPU it is always the same 0-d array."""
         return self.kept.field("scale")
 
     def read(self) -> tuple[np.float32, int]:
-        """Return the scale, and the finite steps in a row that it has seen; on a GPU this waits."""
+        """Return the scale and the number of finite steps in a row. On a GPU this waits."""
         scale, tracker = self.kept.read()
         return np.float32(scale), tracker

@@ -1,4 +1,4 @@
-"""K1's operands, on every device: gradients of one or several micro-batches for some of an arena's targets."""
+"""K1's operands on every device, gradients of one or several micro-batches for some targets of an arena."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gradengine.arrays.host import address_of
 from gradengine.arrays.streams import NamedStream, ProducerStream
 from gradengine.layout.slots import Span
 
-ADDRESS = (1 << 56) - 1  # mask of a tagged address; the byte above it is the tag
-OVERWRITE = 1 << 60  # flag of a target's first address in a pass: its target is written without being read
+ADDRESS = (1 << 56) - 1  # mask of the address in a tagged address, whose upper byte is the tag
+OVERWRITE = 1 << 60  # flag of a target's first address in a pass, which writes the target without reading it
 _DTYPE_SHIFT = 56  # bits 56..59 of an address hold its dtype
 
 
 def tagged(buffer: Buffer) -> int:
-    """The buffer's address with its dtype in the upper byte, as common.cuh reads it."""
+    """Return the buffer's address with its dtype in the upper byte, as common.cuh reads it."""
     return buffer.pointer | DTYPES[buffer.dtype].tag << _DTYPE_SHIFT
 
 
 def producers_of(views: Iterable[Buffer | None]) -> frozenset[ProducerStream]:
-    """The streams on which these buffers are produced, each once."""
+    """Return the streams on which these buffers are produced, each once."""
     return frozenset([view.producer for view in views if view is not None and view.producer is not None])
 
 
 def as_of_now(producers: frozenset[ProducerStream]) -> frozenset[ProducerStream]:
-    """The producers with their current streams, which may have changed by the time our work is queued."""
+    """Return the producers with their current streams, which may have changed before work is queued."""
     handles = [producer.stream() for producer in producers]
     return producers.union(NamedStream(handle) for handle in handles if handle is not None)
 
@@ -46,10 +46,10 @@ class Contribution:
     slots: Span
     views: Sequence[Buffer | None]  # None for a target without a gradient
     present: npt.NDArray[np.bool_]  # flags of the targets that get a gradient
-    given: slice | npt.NDArray[np.intp]  # the positions of these targets, as an index for NumPy
-    fp32: list[npt.NDArray[np.float32]] | None  # on the host the gradients, if none is missing and all are fp32
+    given: slice | npt.NDArray[np.intp]  # positions of these targets, as an index for NumPy
+    fp32: list[npt.NDArray[np.float32]] | None  # gradients on the host, if none is missing and all are fp32
     producers: frozenset[ProducerStream] = frozenset()
-    sources: Sequence[Any] = ()  # the arrays themselves, kept alive
+    sources: Sequence[Any] = ()  # arrays that are kept alive
 
     @staticmethod
     def of(slots: Span, views: Sequence[Buffer | None]) -> Contribution:
@@ -64,41 +64,41 @@ class Contribution:
 
     @staticmethod
     def of_fp32(slots: Span, arrays: list[npt.NDArray[np.float32]]) -> Contribution:
-        """Return the contribution of flat host arrays, one for each target, which are used themselves."""
+        """Return the contribution of flat host arrays, one for each target, which are not copied."""
         return Contribution(slots, (), slots.all_present, slots.where, arrays)
 
     def moved(self, pointers: Sequence[int]) -> Contribution:
-        """Return the contribution of a GPU's arrays like these at other addresses; 0 stands for no array."""
+        """Return the contribution of GPU arrays like these at different addresses. 0 stands for no array."""
         found = copy.copy(self)
         found.addresses = self.addresses & ~np.uint64(ADDRESS) | np.array(pointers, np.uint64)
         return found
 
     def passed(self, sources: Sequence[Any]) -> Contribution:
-        """Return the contribution as it is passed now: with its producers' current streams, its arrays kept alive."""
+        """Return the contribution as passed now, with its producers' current streams and with its arrays kept alive."""
         found = copy.copy(self)
         found.producers, found.sources = as_of_now(self.producers), tuple(sources)
         return found
 
     def hold(self) -> None:
-        """Keep the gradients as they are passed, also if an array is given another shape, dtype or memory later."""
+        """Keep the gradients as they were passed, even if an array gets a different shape, dtype or memory later."""
         self.sources = memories_of(self.sources)
         if self.fp32 is not None:
             self.fp32 = [array[:] for array in self.fp32]
 
     @cached_property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """The address of each gradient, tagged with its dtype; 0 for none."""
+        """The address of each gradient, tagged with its dtype, or 0 for none."""
         if self.views or self.fp32 is None:
             addresses = [tagged(view) if view is not None and view.size else 0 for view in self.views]
-        else:  # fp32's tag is 0
+        else:  # The tag of fp32 is 0.
             addresses = [address_of(array) if array.size else 0 for array in self.fp32]
         return np.array(addresses, np.uint64)
 
 
 class Destinations(dict[int, Buffer]):
-    """The buffers that targets are handed back to, by position.
+    """The buffers that K3 writes, by the position of their targets.
 
-    The same object means the same memory, so that a device's kernels may keep in `work` what they made for it.
+    The same object means the same memory, so a device's kernels may keep its operands in `work`.
     """
 
     work: Any = None
@@ -109,15 +109,16 @@ class Destinations(dict[int, Buffer]):
         return producers_of(self.values())
 
 
-@dataclass(eq=False)  # not frozen: 0.4 us instead of 1.0, and one is made for each micro-batch
+# It is not frozen, since one is made for each micro-batch. This takes 0.4 us instead of 1.0.
+@dataclass(eq=False)
 class FoldPass:
-    """One pass of K1: `target = [target +] w0*s0 + w1*s1 + ...`, rounded after each operation."""
+    """One pass of K1, which computes `target = [target +] w0*s0 + w1*s1 + ...` and rounds after each operation."""
 
     slots: Span
-    overwrite: npt.NDArray[np.bool_]  # of each target, whether it is written without being read: the window's first
-    contributions: Sequence[Contribution]  # all for these targets, in the order they came
-    weights: Sequence[np.float32]  # one for each; exactly 1 multiplies nothing
-    # Whether nothing of it is added, and what it overwrites is zeroed. On a GPU the memory of `Drops.kept` says so.
+    overwrite: npt.NDArray[np.bool_]  # flags of the targets that are written without being read (the window's first)
+    contributions: Sequence[Contribution]  # contributions to these targets, in the order of the calls
+    weights: Sequence[np.float32]  # weight of each contribution, 1 for no multiplication
+    # Whether nothing is added and the overwritten targets are zeroed. On a GPU this is the memory of `Drops.kept`.
     dropped: Any = False
 
     @property
@@ -134,7 +135,7 @@ class FoldPass:
         return self.contributions[0].given if len(self.contributions) == 1 else self.slots.places[self.present]
 
     def addresses(self, columns: int) -> Iterator[npt.NDArray[np.uint64]]:
-        """The addresses of each launch of K1 that the pass takes: a row for each of `columns` micro-batches, flat."""
+        """Yield the flat addresses of each launch of K1, with a row for each of `columns` micro-batches."""
         is_empty = self.overwrite.copy()
         for first in range(0, len(self.contributions), columns):
             addresses = np.zeros((columns, is_empty.size), np.uint64)

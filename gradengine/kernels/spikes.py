@@ -1,4 +1,4 @@
-"""A policy for spikes of the gradient norm: what a spike is, and what is done about it, on the host or in K2."""
+"""A policy that finds spikes of the gradient norm and skips or clips them, on the host or in K2."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ class Norms(NamedTuple):
 
     mean: float = 0.0
     variance: float = 0.0
-    steps: int = 0  # with a finite norm
+    steps: int = 0  # number of steps with a finite norm
 
 
 @final
 @dataclass(frozen=True)
 class SpikePolicy:
-    """A rule that calls a step whose global norm is far too large a spike, and skips or clips the step.
+    """A rule that skips or clips a step whose global gradient norm is far too large, a spike.
 
     A norm is a spike above `threshold`, or above mean + `z_score` x standard deviation of the norms before it. Running
-    mean and variance are those of ZClip (Kumar and others, 2025, arXiv:2504.02507): of all norms of the warm-up, and
-    exponentially weighted after it. On a GPU the decision is made there, and the host does not wait.
+    mean and variance are those of ZClip (Kumar and others, 2025, arXiv:2504.02507). They contain all norms of the
+    warm-up, and are exponentially weighted after it. On a GPU the decision is made there, and the host does not wait.
 
-    "clip" clips as ZClip does: to mean + `z_score`² x variance / (norm - mean), so the larger the norm, the smaller its
-    bound; or to `threshold`. The clipped norm enters mean and variance. "skip" hands back zeros on all workers and sets
-    `result.skipped`. The bound that the norm has passed enters mean and variance, so that a lasting rise of the norm is
-    accepted after some tens of steps. A norm that is not finite is no spike, and enters nothing.
+    The action "clip" clips as ZClip does, to mean + `z_score`² x variance / (norm - mean), or to `threshold` if that is
+    less. The larger the norm, the smaller ZClip's bound. The clipped norm enters mean and variance. The action "skip"
+    writes zeros on all workers and sets `result.skipped`. The bound that the norm exceeded enters mean and variance, so
+    a lasting rise of the norm is accepted after some tens of steps. A norm that is not finite is not a spike, and does
+    not enter mean and variance.
 
     Args:
         action: "skip" or "clip".
-        z_score: Standard deviations above the mean; None for a fixed threshold alone.
-        threshold: A norm that is always a spike if it is exceeded; None for none.
-        decay: The share of the old mean that a step after the warm-up keeps.
-        warm_up: Steps before `z_score` is asked.
+        z_score: The number of standard deviations above the mean, above 0. None uses `threshold` alone.
+        threshold: A norm above which each step is a spike, above 0. None sets no threshold.
+        decay: The weight of the old mean in a step after the warm-up, between 0 and 1.
+        warm_up: The number of steps before `z_score` is used, at least 2.
 
     Raises:
         CallerError: A value is out of range, or both `z_score` and `threshold` are None.
@@ -73,7 +74,7 @@ class SpikePolicy:
         for name in ("z_score", "threshold"):
             given = getattr(self, name)
             number = None if given is None else as_float(given)
-            if number is not None and not 0 < number < math.inf:  # NaN is refused too
+            if number is not None and not 0 < number < math.inf:  # NaN is refused too.
                 raise out_of_range(name, given, "a finite number above 0, or None")
             object.__setattr__(self, name, number)
         if self.z_score is None and self.threshold is None:
@@ -85,7 +86,7 @@ class SpikePolicy:
         object.__setattr__(self, "warm_up", whole_number("warm_up", self.warm_up, 2, _MOST_STEPS))
 
     def judged(self, norm: float, before: Norms) -> Spike:
-        """Return whether a finite norm is a spike after these norms, and what it counts as."""
+        """Return whether a finite norm is a spike after these norms, and the value that it counts as."""
         mean, variance, steps = before
         by_score, most = math.inf, math.inf if self.threshold is None else self.threshold
         if self.z_score is not None and steps >= self.warm_up and variance > 0:
@@ -98,7 +99,7 @@ class SpikePolicy:
         return Spike(bound, held, is_found=True, skips=self.action == "skip")
 
     def after(self, held: float, before: Norms) -> Norms:
-        """Return mean and variance with one more norm, as it counts."""
+        """Return mean and variance with one more norm, which counts as `held`."""
         mean, variance, steps = before
         is_warm = steps >= self.warm_up
         share = 1 - self.decay if is_warm else 1 / (steps + 1)
@@ -109,7 +110,7 @@ class SpikePolicy:
 
 @final
 class Spikes:
-    """One engine's policy, and the norms so far in its device's memory; on a GPU K2 changes them with each verdict.
+    """One engine's policy, and the norms so far in its device's memory. On a GPU, K2 updates them in each step.
 
     Attributes:
         policy: The policy.
@@ -120,10 +121,10 @@ class Spikes:
         self.policy, self.kept = policy, kept(_NORMS, *Norms())
 
     def judged(self, norm: float) -> Spike:
-        """Return the policy's judgement of a finite norm; on a GPU this waits."""
+        """Return the policy's judgement of a finite norm. On a GPU this waits."""
         return self.policy.judged(norm, Norms(*self.kept.read()))
 
     def follow(self, decision: Decision) -> None:
-        """Change the norms by a step that the host decided; K2 has done so for its own."""
+        """Update the norms after a step that the host decided. K2 updates them in its own steps."""
         if decision.spike is not None:
             self.kept.write(*self.policy.after(decision.spike.held, Norms(*self.kept.read())))

@@ -1,4 +1,4 @@
-"""Finds what a GPU needs: CuPy, a driver, a device, NVRTC and its headers. Errors say how to get what is missing."""
+"""A search for CuPy, a driver, a device, NVRTC and its headers. Errors name what to install."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from gradengine.errors import DeviceUnavailable
 
-_INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', as nvidia-smi's CUDA version says"
-_OLDEST_CUPY = 14  # bf16, Stream.from_external and C++17 come with it
+_INSTALL = "pip install 'gradengine[cuda12]' or 'gradengine[cuda13]', to match the CUDA version of nvidia-smi"
+_OLDEST_CUPY = 14  # first version with bf16, Stream.from_external and C++17
 _LARGE_ARGUMENTS, _LARGE_ARGUMENTS_DRIVER = (12, 1), 12010
-_OLDEST_CAPABILITY = 70  # arguments taken by reference (__grid_constant__)
+_OLDEST_CAPABILITY = 70  # first compute capability, times 10, with arguments by reference (__grid_constant__)
 
 
 def device_ordinal(device: object) -> int | None:
-    """The number of a CUDA device by its name; None for any other name."""
+    """Return the number of a CUDA device by its name, or None for any other name."""
     if not isinstance(device, str):
         return None
     name, colon, ordinal = device.partition(":")
@@ -25,9 +25,9 @@ def device_ordinal(device: object) -> int | None:
 
 
 def load_cupy(ordinal: int) -> ModuleType:
-    """Return CuPy if the device can be used; otherwise raise `DeviceUnavailable`, which says what is missing."""
+    """Return CuPy if the device can be used, otherwise raise `DeviceUnavailable` with what is missing."""
     try:
-        cupy = importlib.import_module("cupy")  # by name: the core imports no framework, and CuPy only when asked for
+        cupy = importlib.import_module("cupy")  # The core imports CuPy only when a GPU is used.
     except ImportError as fault:
         raise DeviceUnavailable(f"device 'cuda:{ordinal}' needs CuPy ({fault})", do=_INSTALL) from None
     version = str(cupy.__version__)
@@ -35,10 +35,10 @@ def load_cupy(ordinal: int) -> ModuleType:
         raise DeviceUnavailable("CuPy is too old", got=version, expected=f">= {_OLDEST_CUPY}", do=_INSTALL)
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as fault:  # noqa: BLE001  (CuPy's error class can be named only where its libraries load)
+    except Exception as fault:  # noqa: BLE001  (CuPy's error class exists only if its libraries load)
         raise DeviceUnavailable(
             f"CuPy finds no GPU ({fault})",
-            do="check that nvidia-smi works here: a driver for CUDA >= 12 is needed; or use device='cpu'",
+            do="check that nvidia-smi works (a driver for CUDA >= 12 is needed), or use device='cpu'",
         ) from None
     if ordinal >= count:
         raise DeviceUnavailable(
@@ -57,9 +57,9 @@ def load_cupy(ordinal: int) -> ModuleType:
 
 
 def source(name: str) -> str:
-    """The CUDA source of a kernel, with our headers in place of their include lines.
+    """Return the CUDA source of a kernel, with gradengine's headers in place of their include lines.
 
-    The text is whole because CuPy's cache of compiled kernels is keyed by it, and would not see a change in a header.
+    CuPy's cache of compiled kernels is keyed by the text alone, and would not see a change in a header.
     """
     text = _read(f"{name}.cu")
     for header in ("common.cuh", "arithmetic.cuh"):
@@ -68,28 +68,28 @@ def source(name: str) -> str:
 
 
 def arithmetic() -> str:
-    """The arithmetic of the kernels in a separate namespace, for generated code."""
+    """Return the arithmetic of the kernels in a separate namespace, for generated code."""
     return f"namespace gradengine {{\n{_read('arithmetic.cuh')}\n}}"
 
 
 def _read(name: str) -> str:
-    """The text of a file beside this one, also where the package is in a zip file, as zipapp makes it."""
-    # Imported here, for it takes 30 ms, a fifth of what the package may take.
+    """Return the text of a file in this folder, also if the package is in a zip file (zipapp)."""
+    # This import takes 30 ms, a fifth of the limit for the whole package.
     resources = importlib.import_module("importlib.resources")
     return str(resources.files(__package__).joinpath(name).read_text())
 
 
 def takes_large_arguments(xp: Any) -> bool:
-    """Whether a launch may carry 32 KB of arguments: NVRTC and the driver must both be of CUDA 12.1 or later."""
+    """Return whether a launch may have 32 KB of arguments. NVRTC and driver must both be of CUDA 12.1 or later."""
     try:
         nvrtc = tuple(xp.cuda.nvrtc.getVersion())
-    except (RuntimeError, ImportError, OSError):  # NVRTC is missing: `compiled` says so, and how to get it
+    except (RuntimeError, ImportError, OSError):  # NVRTC is missing, which `compiled` reports.
         return False
     return nvrtc >= _LARGE_ARGUMENTS and int(xp.cuda.runtime.driverGetVersion()) >= _LARGE_ARGUMENTS_DRIVER
 
 
 def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
-    """The module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
+    """Return the module of one .cu file, compiled for the current device (from CuPy's cache after the first time).
 
     Args:
         xp: CuPy.
@@ -109,6 +109,6 @@ def compiled(xp: Any, name: str, *, large_arguments: bool = True) -> Any:
         raise DeviceUnavailable(
             f"the kernels cannot be compiled ({fault})",
             expected="NVRTC and CUDA's headers",
-            do="pip install 'cuda-toolkit[nvrtc,cudart]==12.*' (or 13.*, as the driver's CUDA version says)",
+            do="pip install 'cuda-toolkit[nvrtc,cudart]==12.*' (or 13.*, to match the driver's CUDA version)",
         ) from None
     return module
