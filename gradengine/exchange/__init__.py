@@ -239,7 +239,7 @@ def connect(
 def connect_if_launched(**options: Any) -> Exchange | None:
     """Return `connect(**options)` if a launcher started this process, otherwise None, for a script that may run alone.
 
-    It detects torchrun, mpiexec, srun and the GRADENGINE_ variables, as `connect` does.
+    It detects torchrun, mpiexec, srun, and `GRADENGINE_RANK` with `GRADENGINE_WORLD_SIZE`, as `connect` does.
 
     Args:
         options: Keyword arguments for `connect`, used only under a launcher.
