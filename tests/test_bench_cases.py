@@ -156,7 +156,7 @@ def test_relative_errors():
     long = np.ones(3 << 16, np.float32)  # compared in pieces
     long[-1] = 3
     assert relative_error([long], lambda _: np.ones(3 << 16)) == 2
-    with pytest.raises(Exception, match="another size: got 1, expected 2"):
+    with pytest.raises(Exception, match="wrong size: got 1, expected 2"):
         relative_error([np.ones(1, np.float32)], expected.__getitem__)
 
 

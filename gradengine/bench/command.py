@@ -1,4 +1,4 @@
-"""`gradengine bench step | accumulate | norm | clip | exchange | gpu`: measures, and shows a table or writes JSON."""
+"""The command `gradengine bench`, which measures a part of the step and shows a table or writes JSON."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from gradengine.console.options import STDOUT, one_of, print_or_save, writable_j
 from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 
-_TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}  # of peers: torch takes a norm in the gradients' dtype
+# Largest relative errors by dtype. They are wide because torch computes a norm in the gradients' dtype.
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 3e-2}
 _TOLERANCE_OF_SUMS = 1e-5
-_ON_GPU, _ON_HOST = 24, 6  # blocks: the 350M model, and a quarter of it
-_WIDE = 120  # columns of a terminal from which on the table has room for every column
+_ON_GPU, _ON_HOST = 24, 6  # transformer blocks of the 350M model, and a quarter of them
+_WIDE = 120  # terminal columns that the full table needs
 
-_WHAT = "Time each part beside NumPy by hand and PyTorch, in one interleaved run."
+_WHAT = "Time each part of the step beside NumPy by hand and PyTorch, in one interleaved run."
 bench = typer.Typer(
-    help=f"{_WHAT} If the rounds of a ratio differ too much (upper quartile over {NOISY} times the lower one), no ratio"
-    " is given: it is called noisy, with both quartiles.",
+    help=f"{_WHAT} If the rounds of a ratio differ too much (upper quartile over {NOISY} times the lower one), the"
+    " table shows both quartiles as noisy instead of the ratio.",
     short_help=_WHAT,
     no_args_is_help=True,
 )
 
 gpu = typer.Typer(
-    help="On a GPU: the 350M model's step and its parts, beside torch and CuPy by hand, on the same memory.",
+    help="Time the 350M model's step and its parts on a GPU, beside torch and CuPy by hand, on the same memory.",
     no_args_is_help=True,
 )
 bench.add_typer(gpu, name="gpu")
@@ -50,22 +51,24 @@ _VARIANTS: Mapping[str, Callable[[Workload, Sequence[int]], list[Variant]]] = {
     "clip": lambda load, _: clip(load),
 }
 
-Rounds = Annotated[int, typer.Option(min=1, help="Samples of each variant.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of samples of each variant.")]
 Blocks = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Transformer blocks; {_ON_HOST} if not given, on a GPU {_ON_GPU} and an LM head."),
+    typer.Option(min=1, help=f"Number of transformer blocks (default: {_ON_HOST}, on a GPU {_ON_GPU} and an LM head)."),
 ]
-Hidden = Annotated[int, typer.Option(min=4, help="Hidden size; 256 is a quick run.")]
-Tensors = Annotated[int | None, typer.Option(min=1, help="In place of blocks: so many tensors, of --elements each.")]
-Elements = Annotated[int, typer.Option(min=1, help="Elements of each of --tensors.")]
-MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Micro-batches of a step.")]
-Hold = Annotated[int | None, typer.Option(min=1, help="Micro-batches held and folded in one pass; K if not given.")]
+Hidden = Annotated[int, typer.Option(min=4, help="Hidden size, a multiple of 4 (256 for a quick run).")]
+Tensors = Annotated[int | None, typer.Option(min=1, help="Number of equal tensors to use instead of a transformer.")]
+Elements = Annotated[int, typer.Option(min=1, help="Number of elements of each of the --tensors.")]
+MicroBatches = Annotated[int, typer.Option("--k", min=1, help="Number of micro-batches of a step.")]
+Hold = Annotated[
+    int | None, typer.Option(min=1, help="Number of micro-batches added in one pass (default: all of the step).")
+]
 Dtype = Annotated[
     str, typer.Option(help="Dtype of the gradients.", metavar="|".join(_TOLERANCES), callback=one_of(*_TOLERANCES))
 ]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", callback=writable_json, help="Write all samples to a file; -: to stdout, and no table."),
+    typer.Option("--json", callback=writable_json, help="JSON file for all samples ('-' for stdout, without a table)."),
 ]
 
 
@@ -98,7 +101,7 @@ def _once(
 
 
 for _app in (bench, gpu):
-    _app.command("step", help="A whole step: add K micro-batches, check, clip, average and hand back.")(_window)
+    _app.command("step", help="Make a step: add K micro-batches, check, clip, average, write the result.")(_window)
     _app.command("accumulate", help="Add K micro-batches to one fp32 sum.")(_window)
     _app.command("norm", help="Compute the global norm of gradients.")(_once)
     _app.command("clip", help="Clip gradients in place by their global norm.")(_once)
@@ -115,7 +118,7 @@ def _run(
     json: Path | None,
     window: Mapping[str, int],
 ) -> None:
-    """Run the benchmark that the context names, on the device that it names."""
+    """Run the benchmark on the device. The context names both."""
     is_gpu, name = context.parent is not None and context.parent.info_name == "gpu", str(context.info_name)
     blocks = blocks or (_ON_GPU if is_gpu else _ON_HOST)
     if tensors is None:
@@ -134,7 +137,7 @@ def _run(
 
 @bench.command()
 def exchange(
-    workers: Annotated[int, typer.Option(min=2, help="Workers, each in a process of its own.")] = 2,
+    workers: Annotated[int, typer.Option(min=2, help="Number of workers, each a process.")] = 2,
     megabytes: Annotated[float, typer.Option(min=0.001, help="Size of the gradient set, in 10^6 bytes.")] = 100.0,
     rounds: Rounds = 15,
     json: Json = None,
@@ -147,7 +150,7 @@ def exchange(
 
 
 def _measure(device: Device, benchmark: Benchmark, rounds: int, json: Path | None) -> None:
-    """Measure, and show or write what was found. The exit code is 1 if anything failed."""
+    """Measure, then show or write the report. The exit code is 1 if a variant failed."""
     with _progress(benchmark.name, json) as progress:
         report = measure(device, benchmark, rounds, [yardstick(device)], progress)
     print_or_save(as_json(report), json)
@@ -162,7 +165,7 @@ def _measure(device: Device, benchmark: Benchmark, rounds: int, json: Path | Non
 
 @contextmanager
 def _progress(name: str, json: Path | None) -> Iterator[Progress]:
-    """Show on stderr what runs, if that is a terminal. It is drawn between samples alone, so that it costs no time."""
+    """Show on stderr what runs, if stderr is a terminal. It draws only between samples, outside the measured time."""
     if json == STDOUT or not sys.stderr.isatty():
         yield silent
         return

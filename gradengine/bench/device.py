@@ -1,4 +1,4 @@
-"""The devices: each places arrays, times work on them, and has its torch."""
+"""The devices of a benchmark, which place arrays and time work on them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from gradengine.kernels import Kernels, kernels_for
 from gradengine.kernels.cuda import cuda_kernels
 from gradengine.kernels.host_threads import available_cpus
 
-Array: TypeAlias = Any  # NumPy's or CuPy's
+Array: TypeAlias = Any  # an array of NumPy or CuPy
 Tensor: TypeAlias = Any
 
 Result = TypeVar("Result")
 
-_REST_SECONDS = 0.03  # OpenMP's threads spin on for milliseconds after PyTorch is done, on the next variant's CPUs
-_WORK_SECONDS = 0.02  # thereafter, as in backward: a CPU that sleeps takes longer to wake than a small step takes
-_WORKED_ON = 1 << 22  # elements for each CPU: beyond its caches
-_COPIED = (1 << 22, 1 << 25)  # elements: beyond a core's caches; 128 MB, four times the largest L3 of a core complex
+# PyTorch's OpenMP threads spin for milliseconds after its work is done, on the CPUs that the next variant uses.
+_REST_SECONDS = 0.03
+# All CPUs work after the rest, as in backward. A sleeping CPU takes longer to wake than a small step takes.
+_WORK_SECONDS = 0.02
+_WORKED_ON = 1 << 22  # elements for each CPU, more than its caches hold
+# Fewest and most elements of a copied array: more than a core's caches, and 128 MB, four times the largest L3.
+_COPIED = (1 << 22, 1 << 25)
 
 
 def on_all_cpus(work: Callable[[int], Result], numbers: Iterable[int]) -> list[Result]:
-    """The results of `work` for these numbers, in order, on all CPUs; `work` must not call this itself."""
+    """Return the results of `work` for these numbers, in order, computed on all CPUs. Calls cannot be nested."""
     return list(_pool().map(work, numbers))
 
 
@@ -43,24 +46,24 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class Missing(Exception):
-    """A variant needs something that is missing here; it keeps its line in the table."""
+    """A variant needs something that this machine does not have. The report lists the variant as absent."""
 
 
 @dataclass(frozen=True)
 class Case:
     """Work that is timed."""
 
-    run: Callable[[], object]  # does it once; this alone is timed
+    run: Callable[[], object]  # the work, once, and the only timed call
     error: Callable[[], float]  # after a run, the largest relative difference of its result from fp64's
-    prepare: Callable[[], object] = lambda: None  # puts back what a run changes; before each run, untimed
+    prepare: Callable[[], object] = lambda: None  # untimed call before each run, restores the values that a run changes
 
 
 class Sample(NamedTuple):
-    """One run in seconds; on the host all three are the same."""
+    """The times of one run in seconds. On the host all three are equal."""
 
-    device: float  # between two events on the stream, queued behind other work: what the GPU takes
-    wall: float  # from an idle device, by the host's clock, until all is done
-    host: float  # until the call comes back: what the training loop's thread pays
+    device: float  # time on the GPU, between two events on the stream, queued after other work
+    wall: float  # time by the host's clock, from an idle device until all work is done
+    host: float  # time until the call returns, which blocks the thread of the training loop
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,31 +75,32 @@ class Device(ABC):
 
     xp: Any  # NumPy or CuPy
     kernels: Kernels
-    torch_module: Any  # None where it is missing or does not know the device
-    copied: int  # fp32 elements of the arrays by which the memory's bandwidth is measured
+    torch_module: Any  # None if torch is not installed or does not support the device
+    copied: int  # fp32 elements of the arrays that are copied to measure the memory bandwidth
     clock: Callable[[], float] = time.perf_counter
-    warm_up: int = 1  # rounds whose samples are dropped: pages are touched, threads started, clocks rise
-    shifts: Sequence[int] = (0,)  # how many elements off its memory's start an array lies; arrays take them in turn
+    warm_up: int = 1  # dropped rounds, in which pages are touched, threads start and clock rates rise
+    shifts: Sequence[int] = (0,)  # offsets of arrays from the start of their memory, in elements, used in turn
 
     @property
     def torch(self) -> Any:
-        """PyTorch; raises `Missing` if it is not installed, or does not support the device."""
+        """The module torch. Raises `Missing` if torch is not installed or does not support the device."""
         if self.torch_module is None:
             raise Missing("torch not installed, or without CUDA" if self.is_gpu else "torch not installed")
         return self.torch_module
 
     def tensor(self, array: Array) -> Tensor:
-        """The same memory as a torch tensor; bf16 as its bits in int16, which every torch has. Raises as `torch`."""
+        """Return the same memory as a torch tensor. Raises `Missing` as `torch` does."""
         if array.dtype == np.float32:
             return self.torch.as_tensor(array, device=self.torch_device)
+        # Every torch has int16, which carries the bits of bf16.
         return self.torch.as_tensor(array.view(np.int16), device=self.torch_device).view(self.torch.bfloat16)
 
     def by_hand(self, array: Array) -> Any:
-        """The same memory as the array that code written by hand would use."""
+        """Return the same memory as the array that code by hand would use."""
         return array
 
     def empty(self, shapes: Sequence[tuple[int, ...]], dtype: npt.DTypeLike) -> list[Array]:
-        """Return arrays of undefined contents, each in memory of its own, which `shifts` leaves out the start of."""
+        """Return arrays with undefined contents, each in separate memory, at the offsets of `shifts`."""
         shifted = zip(itertools.cycle(self.shifts), shapes, strict=False)
         return [self.xp.empty(shift + int(np.prod(shape)), dtype)[shift:].reshape(shape) for shift, shape in shifted]
 
@@ -107,43 +111,43 @@ class Device(ABC):
         return arrays
 
     def copy(self, arrays: Sequence[Array], originals: Iterable[Array]) -> None:
-        """Give arrays the values of others, one by one."""
+        """Copy the values of `originals` to `arrays`, one by one."""
         for array, original in zip(arrays, originals, strict=True):
             array[...] = original
 
     def poison(self, arrays: Sequence[Array]) -> None:
-        """Make every float NaN: what a case does not write shows in its check."""
+        """Make every float NaN, so that the check of a case finds elements that it does not write."""
         for array in arrays:
             array.fill(np.nan if array.dtype == np.float32 else np.uint16(0xFFFF))
 
     def read(self, array: Array | Tensor) -> npt.NDArray[Any]:
-        """The values of an array or tensor, on the host."""
+        """Return the values of an array or tensor on the host."""
         if isinstance(array, np.ndarray):
             return array
         found: npt.NDArray[Any] = array.get() if hasattr(array, "get") else array.cpu().numpy()
         return found
 
     def raw(self, array: Array, dtype: str = "bfloat16") -> RawBuffer:
-        """The memory of an array as a `RawBuffer`, for dtypes that the array's library does not have."""
+        """Return the memory of an array as a `RawBuffer`, for dtypes that the array's library does not have."""
         address = array.data.ptr if self.is_gpu else array.ctypes.data
         return RawBuffer(int(address), int(array.size), dtype, self.kernels.device.name, owner=array)
 
     @abstractmethod
     def sample(self, case: Case) -> Sample:
-        """Prepare a case, run it, and take its times."""
+        """Prepare a case, run it, and return its times."""
 
 
 @final
 class Host(Device):
-    """The CPUs of this machine: a call returns when all is done."""
+    """The CPUs of this machine. A call returns when its work is done."""
 
     is_gpu, torch_device = False, "cpu"
-    rest, work = _REST_SECONDS, _WORK_SECONDS  # before each sample; all CPUs work behind the rest
+    rest, work = _REST_SECONDS, _WORK_SECONDS  # seconds before each sample
 
     def sample(self, case: Case) -> Sample:
-        """Rest, let all CPUs work on other memory, then run the case once: as after a backward pass.
+        """Rest, let all CPUs work on other memory, then run the case once, as after a backward pass.
 
-        The case's data are no longer in the caches then, and no CPU sleeps.
+        The other work takes the case's data out of the caches and wakes all CPUs.
         """
         time.sleep(self.rest)
         case.prepare()
@@ -169,7 +173,7 @@ class Host(Device):
 @final
 @dataclass(kw_only=True, eq=False)
 class Gpu(Device):
-    """A GPU: a call returns when its work is queued."""
+    """A GPU. A call returns when its work is queued."""
 
     is_gpu, torch_device = True, "cuda"
 
@@ -178,7 +182,7 @@ class Gpu(Device):
     warm_up: int = 3
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A function that launches a CUDA graph of torch's work, warmed up on its own stream as torch documents it."""
+        """Return a function that launches a CUDA graph of torch calls, after torch's documented warm-up."""
         cuda = self.torch.cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -192,10 +196,10 @@ class Gpu(Device):
         return launching(graph.replay, run)
 
     def sample(self, case: Case) -> Sample:
-        """Run the case twice: after other work, timed by events; then from an idle GPU, timed by the host's clock.
+        """Run the case twice, after other work timed by events, then from an idle GPU timed by the host's clock.
 
-        Before each the scratch memory is read: the L2 holds none of the case's data afterwards and nothing that is
-        still to be written back, and the host has a millisecond to queue the case, so that the GPU waits for no launch
+        Each run follows a read of the scratch memory. The read removes the case's data from the L2 and leaves no data
+        to write back. The read takes a millisecond, in which the host queues the case. The GPU then waits for no launch
         of a call that returns in time.
         """
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
@@ -229,7 +233,7 @@ class Gpu(Device):
 
 
 def launching(launch: Callable[[], object], recorded: Callable[[], object]) -> Callable[[], object]:
-    """A function that launches a graph of a recorded call, and keeps the call's memory: a graph has only addresses."""
+    """Return a function that launches the graph of a recorded call, and keeps alive the memory that the graph uses."""
 
     def replay() -> object:
         launch()
@@ -239,13 +243,13 @@ def launching(launch: Callable[[], object], recorded: Callable[[], object]) -> C
 
 
 def open_host(elements: int) -> Host:
-    """This machine, for gradients of that many elements, with PyTorch if it is installed."""
+    """Return this machine's CPUs, for gradients of that many elements, with PyTorch if it is installed."""
     copied = int(np.clip(elements, *_COPIED))
     return Host(xp=np, kernels=kernels_for("cpu"), torch_module=_torch(), copied=copied)
 
 
 def open_gpu() -> Gpu:
-    """The first GPU, with PyTorch if that supports it; raises `DeviceUnavailable` if anything it needs is missing."""
+    """Return the first GPU, with PyTorch if that supports CUDA. Raises `DeviceUnavailable` if there is none."""
     torch, kernels = _torch(), cuda_kernels(0)
     has_cuda = torch is not None and torch.cuda.is_available()
     return Gpu(xp=kernels.xp, kernels=kernels, torch_module=torch if has_cuda else None)

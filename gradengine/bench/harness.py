@@ -1,6 +1,6 @@
-"""The harness: checks variants, times them in one interleaved run, and makes a report with a row for each.
+"""The harness, which checks variants, times them in one interleaved run, and makes a report with a row for each.
 
-The same run times the device's memory by a copy: on a CPU NumPy's on all cores, on a GPU the driver's own.
+The same run times a copy of memory. A CPU copies by NumPy on all cores, a GPU by the driver.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from gradengine.errors import CallerError, GradientError
 from gradengine.kernels.host_threads import available_cpus
 
 COPY = "copy"
-NOISY = 1.25  # upper / lower quartile of a ratio's rounds, above which it is not given: 9 in 10 recorded ones are below
-_PIECES = 32  # of the copy's arrays, each of, which is so many times the same random numbers
-_CHUNK = 262144  # elements: the kernels' own, few enough pieces that threads seldom meet at the GIL
+# Largest upper / lower quartile of a ratio's rounds at which the ratio is shown. 9 in 10 recorded ratios are below.
+NOISY = 1.25
+_PIECES = 32  # pieces of the copied array, each with the same random numbers
+_CHUNK = 262144  # elements, as in the kernels, so large that threads seldom contend for the GIL
 
 
 class ResultsDiffer(GradientError):
-    """A variant's result is wrong, so that it is not timed."""
+    """A variant's result is wrong. The variant is not timed."""
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """One function that makes all of these calls in order."""
+    """Return a function that makes all of these calls in order."""
 
     def run() -> None:
         for call in calls:
@@ -47,15 +48,15 @@ def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 class Variant:
     """A line of a benchmark, built when its turn comes.
 
-    The benchmark fails if a base or a required variant fails; a peer that fails is only absent.
+    The benchmark fails if a base or a required variant fails. Other variants that fail are absent from the table.
     """
 
-    name: str  # "ours hold=4", "torch foreach"
-    bytes: int  # memory traffic of one run, counted by hand: each pass's reads and writes of whole buffers
+    name: str  # shown in the table
+    bytes: int  # memory traffic of one run, counted by hand as reads and writes of whole buffers in each pass
     build: Callable[[], Case]
-    base: bool = False  # whether the others' times are compared with its own
+    base: bool = False  # whether the other variants are compared with this one
     required: bool = False
-    tolerance: float | None = None  # the largest error that it may have, where that is not the benchmark's
+    tolerance: float | None = None  # largest relative error, None for the benchmark's
 
 
 @dataclass(frozen=True)
@@ -65,31 +66,31 @@ class Benchmark:
     name: str
     variants: Sequence[Variant]
     tolerance: float  # the largest relative error that counts as the same result
-    parameters: Mapping[str, object]  # what to record with the figures
-    time: str = "wall"  # which of a sample's times it is about
+    parameters: Mapping[str, object]  # parameters that the report records
+    time: str = "wall"  # the field of `Sample` that is compared
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A variant that does not run here, and why; it keeps its line in the table."""
+    """A variant that does not run here, and the reason. Both are shown below the table."""
 
     variant: str
     why: str
 
 
-Checked: TypeAlias = tuple[Variant, Case, float]  # one that was built and computes what it should, up to that error
-Progress: TypeAlias = Callable[[str, int, int], object]  # told what begins, its number from 1, and how many there are
+Checked: TypeAlias = tuple[Variant, Case, float]  # a variant that was built, its case, and its relative error
+Progress: TypeAlias = Callable[[str, int, int], object]  # called with the work that begins, its number, and the last
 
 
 def silent(what: str, number: int, of: int) -> None:
-    """Tell nobody how far a run is."""
+    """Show no progress."""
 
 
 def check(benchmark: Benchmark, progress: Progress = silent) -> tuple[list[Checked], list[Absent], list[str]]:
     """Build each variant, run it once and compare its result with fp64's.
 
-    Returns those that can be timed; those that cannot, and why; and the names of the latter that are failures: that are
-    wrong, or required, unless something is `Missing`.
+    Returns the variants that can be timed, the absent ones with their reasons, and the names of those that failed. An
+    absent variant failed if its result is wrong. A base or required variant failed too, unless it raised `Missing`.
     """
     checked: list[Checked] = []
     absent: list[Absent] = []
@@ -112,7 +113,7 @@ def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
     case.run()
     error = case.error()
     tolerance = benchmark.tolerance if variant.tolerance is None else variant.tolerance
-    if not error <= tolerance:  # written so that NaN is refused
+    if not error <= tolerance:  # true for NaN too
         raise ResultsDiffer(
             f"{benchmark.name}: '{variant.name}' has a wrong result",
             got=f"a relative error of {error:.3g}",
@@ -122,7 +123,7 @@ def _checked(benchmark: Benchmark, variant: Variant) -> Checked:
 
 
 def reason(fault: Exception) -> str:
-    """The reason of a failure in one line; the traceback of another library's error is printed to stderr."""
+    """Return the reason of a failure in one line. Print a traceback to stderr if a different library raised it."""
     if isinstance(fault, Missing):
         return str(fault)
     if not isinstance(fault, GradientError):
@@ -134,12 +135,12 @@ def reason(fault: Exception) -> str:
 def relative_error(
     results: Sequence[npt.NDArray[np.float32]], expected: Callable[[int], npt.NDArray[np.float64]]
 ) -> float:
-    """The largest difference of any component from its fp64 value, relative to its largest value; NaN if one is NaN."""
+    """Return the largest error of any component, relative to the component's largest fp64 value. NaN stays NaN."""
 
     def error(position: int) -> float:
         found, wanted = results[position].reshape(-1), expected(position).reshape(-1)
         if found.size != wanted.size:
-            raise ResultsDiffer("a result has another size", got=found.size, expected=wanted.size)
+            raise ResultsDiffer("a result has the wrong size", got=found.size, expected=wanted.size)
         largest, difference = (float(np.max(np.abs(each), initial=0.0)) for each in (wanted, found - wanted))
         return difference / largest if largest else difference
 
@@ -151,7 +152,7 @@ def relative_error(
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's figures; `median_s`, the quantiles and `samples_s` are of the time that the benchmark is about."""
+    """One variant's figures. `median_s`, `p10_s`, `p90_s` and `samples_s` are of the time that `Report.time` names."""
 
     variant: str
     bytes: int  # memory traffic of one run, as counted
@@ -159,14 +160,14 @@ class Row:
     p10_s: float  # a tenth of the samples were faster
     p90_s: float  # a tenth were slower
     gb_per_s: float  # bytes / median
-    of_copy: float | None  # that, as a share of the copy's bandwidth in the same run, where there was a copy
+    of_copy: float | None  # share of the copy's bandwidth in the same run, None without a copy
     device_s: float  # median between events on the stream
-    wall_s: float  # median from an idle device until all is done
-    host_s: float  # median until the call comes back
-    ratios: Mapping[str, float]  # base -> median of this time / the base's, round by round: above 1 the base is faster
-    quartiles: Mapping[str, tuple[float, float]]  # base -> the lower and the upper quartile of the same
-    error: float  # relative, of its result against fp64
-    samples_s: Sequence[float]  # of every round, in order
+    wall_s: float  # median from an idle device until all work is done
+    host_s: float  # median until the call returns
+    ratios: Mapping[str, float]  # base -> median over rounds of this time / the base's (above 1 the base is faster)
+    quartiles: Mapping[str, tuple[float, float]]  # base -> lower and upper quartile over rounds of the same quotient
+    error: float  # relative error of the result against fp64
+    samples_s: Sequence[float]  # times of all rounds, in order
 
 
 @dataclass(frozen=True)
@@ -175,26 +176,26 @@ class Report:
 
     benchmark: str
     parameters: Mapping[str, object]
-    tolerance: float  # the largest error, before anything was timed, of a variant that has none of its own
+    tolerance: float  # largest relative error of variants that name no tolerance
     machine: Mapping[str, object]
     versions: Mapping[str, str | None]
-    load: float | None  # average over the minute before, where the system keeps one
-    time: str  # which the rows are about: "device", "wall" or "host"
+    load: float | None  # average load in the minute before, None if the system measures none
+    time: str  # time of the rows ("device", "wall" or "host")
     rows: Sequence[Row]
     absent: Sequence[Absent]
-    failed: Sequence[str]  # of those absent, what should have run and did not, or computes something else
+    failed: Sequence[str]  # absent variants that should have run, or whose result is wrong
     noisy: bool  # whether a ratio's rounds differ too much for one figure
 
 
 def as_json(report: Report | Mapping[str, Sequence[Report]]) -> str:
-    """The report as JSON, samples included."""
+    """Return the report as JSON, samples included."""
     return json.dumps(report, indent=1, default=asdict)
 
 
 def measure(
     device: Device, benchmark: Benchmark, rounds: int, beside: Sequence[Variant] = (), progress: Progress = silent
 ) -> Report:
-    """Check every variant's result, then time the right ones, and the yardsticks, in one interleaved run."""
+    """Check the results of all variants and of those in `beside`, then time the correct ones in one interleaved run."""
     load_before = load()
     benchmark = replace(benchmark, variants=[*benchmark.variants, *beside])
     checked, absent, failed = check(benchmark, progress)
@@ -216,9 +217,9 @@ def interleave(
     warm_up: int,
     progress: Progress = silent,
 ) -> list[list[Sample]]:
-    """Take each case's samples, one in each round, so that a slow moment of the machine slows all cases alike.
+    """Take one sample of each case in each round, so that a slow moment of the machine slows all cases alike.
 
-    Samples of the first `warm_up` rounds are dropped; raises `CallerError` if there is no round.
+    Samples of the first `warm_up` rounds are dropped. Raises `CallerError` if there is no round.
     """
     if rounds < 1:
         raise CallerError("too few rounds", got=rounds, expected="at least 1")
@@ -236,23 +237,23 @@ def interleave(
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median of time / base, taken pair by pair: both of a pair ran in the same round, a moment apart."""
+    """Return the median of time / base over the rounds. Both times of a pair are of the same round."""
     return statistics.median(time / other for time, other in zip(times, base, strict=True))
 
 
 def _quartiles(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """The lower and the upper quartile of time / base, taken pair by pair: half of the rounds lie between them."""
+    """Return the lower and the upper quartile of time / base over the rounds."""
     lower, upper = np.quantile(np.divide(times, base), (0.25, 0.75)).tolist()
     return lower, upper
 
 
 def compared(rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """Return each row with each base that it is compared with: another than itself. The copy is not compared."""
+    """Return each row with each base that it is compared with. The copy is not compared, and no row with itself."""
     return [(row, base) for row in rows if row.variant != COPY for base in row.ratios if base != row.variant]
 
 
 def is_noisy(row: Row, base: str) -> bool:
-    """Whether the rounds differ too much for one ratio: the quartiles by more than a factor of 1.25."""
+    """Return whether the rounds differ too much for one ratio, the quartiles by more than a factor of `NOISY`."""
     lower, upper = row.quartiles[base]
     return not upper <= NOISY * lower  # NaN is noisy
 
@@ -279,7 +280,7 @@ def _rows(checked: Sequence[Checked], samples: Sequence[Sequence[Sample]], time:
 
 
 def yardstick(device: Device) -> Variant:
-    """Return the copy, of random numbers, as zeros would be faster than data."""
+    """Return the copy that shows the memory bandwidth. It copies random numbers, since zeros are copied faster."""
     piece = np.random.default_rng(1).standard_normal(device.copied // _PIECES, np.float32)
 
     @cache
@@ -292,7 +293,7 @@ def yardstick(device: Device) -> Variant:
     def copy(source: Array, target: Array, part: slice) -> None:
         np.copyto(target[part], source[part])
 
-    @cache  # a check of it takes seconds on a GPU, and each benchmark has it
+    @cache  # seconds on a GPU, and needed in each benchmark
     def error() -> float:
         return relative_error(list(device.read(arrays()[1]).reshape(_PIECES, -1)), lambda _: piece.astype(np.float64))
 
@@ -304,7 +305,7 @@ def yardstick(device: Device) -> Variant:
 
 
 def spread(device: Device, work: Callable[[slice], object], size: int) -> None:
-    """Do elementwise work on arrays of that size: on a GPU at once; on the host each CPU a share, chunk by chunk."""
+    """Do elementwise work on arrays of that size, in one call on a GPU, in chunks on all CPUs of the host."""
     if device.is_gpu:
         work(slice(size))
         return

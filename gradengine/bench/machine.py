@@ -1,7 +1,4 @@
-"""The machine of a figure.
-
-A number without its machine and versions cannot be compared with another.
-"""
+"""The machine and the versions of a report, without which its figures cannot be compared with others."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from gradengine.kernels.host_threads import available_cpus
 
 
 def machine(xp: Any = np) -> dict[str, object]:
-    """CPU model, cores this process may use, bytes of memory, and system; if `xp` is CuPy, also its first GPU."""
+    """Return CPU model, cores for this process, bytes of memory and system. With CuPy as `xp`, add its first GPU."""
     host = {
         "cpu": _cpu_model(),
         "cores": available_cpus(),
@@ -30,7 +27,7 @@ def machine(xp: Any = np) -> dict[str, object]:
 
 
 def versions(xp: Any = np) -> dict[str, str | None]:
-    """Versions of all packages that take part, on a GPU also CUDA's; None for one that is missing."""
+    """Return the versions of all packages that take part, None for a missing one. `xp` is NumPy, or CuPy on a GPU."""
     own = {"gradengine": gradengine.__version__, "commit": commit_of(Path(__file__).parent)}
     host = {**own, "python": platform.python_version(), "numpy": np.__version__, "torch": _version("torch")}
     if xp is np:
@@ -39,14 +36,14 @@ def versions(xp: Any = np) -> dict[str, str | None]:
 
 
 def load() -> float | None:
-    """The system's load, programs that wanted a core over the last minute: near the number of cores it was busy."""
+    """Return the mean number of programs that wanted a core in the last minute, or None on a system without it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the checkout that contains a folder, or None.
+    """Return the commit of the checkout that contains a folder, or None.
 
-    With "-dirty" if other files than recorded results were changed, which a run writes itself.
+    The commit ends in "-dirty" if files were changed. Recorded results do not count, since a run writes them.
     """
     git = ("git", "-C", str(folder))
     commit = _said(*git, "rev-parse", "HEAD")
@@ -55,7 +52,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """The first line that a program prints; None if it is missing, fails, or prints nothing."""
+    """Return the first line that a program prints, or None if the program is missing, fails or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -87,7 +84,7 @@ def _cpu_model() -> str:
 
 
 def _dotted(version: int) -> str:
-    """CUDA's version number in dotted form: 13020 is 13.2."""
+    """Return CUDA's version number in dotted form. 13020 is 13.2."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

@@ -1,17 +1,17 @@
-"""The parts of the step one by one: add micro-batches, compute a norm, clip.
+"""The benchmarks of single parts of the step, which add micro-batches, compute a norm, or clip.
 
-Bytes counted, of G a micro-batch's gradients and A the sum in fp32; each pass reads or writes whole buffers:
+Bytes are counted as reads and writes of whole buffers. G is the gradients of one micro-batch, A is the sum in fp32.
 
-- accumulate, a window: ours reads each G, and for each pass of `hold` micro-batches writes A and, but for the first
-  pass, reads A. By hand and torch: write A to zero it; for each micro-batch read G, read A, write A.
-- accumulate, one micro-batch to a sum that is there already: read G, read A, write A; the same for all.
-- norm: read G. Ours sums in fp64 where it matters; torch in the gradients' dtype. By hand each tensor is squared into
-  memory first, which is not counted, nor is the widening of bfloat16.
-- clip: read G for the norm, read and write G to scale.
+- accumulate, a window: gradengine reads each G. Each pass of `hold` micro-batches writes A, and reads A except in the
+  first pass. By hand and torch write A to zero it, then read G, read A and write A for each micro-batch.
+- accumulate, one micro-batch added to an existing sum: all read G, read A and write A.
+- norm: all read G. gradengine sums partly in fp64, torch in the gradients' dtype. By hand, the memory for each tensor's
+  squares and for widened bfloat16 is not counted.
+- clip: all read G for the norm, then read and write G to scale.
 
-Launches on a GPU, of n tensors: ours 1 to add, 2 for a norm, 3 to clip. torch foreach: as
-many as its kernel arguments hold tensors and chunks for, and n for bfloat16 into fp32. By hand: n or more for each
-function.
+Launches on a GPU for n tensors: gradengine needs 1 to add, 2 for a norm and 3 to clip. torch foreach launches once for
+as many tensors and chunks as its kernel arguments hold, and n times to add bfloat16 to fp32. By hand launches n times
+or more for each function.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gradengine.bench.workload import Workload, norm_of, widened
 from gradengine.clip import FusedClipState, clip_gradients_fused
 from gradengine.kernels import ClipPlan
 
-_OURS = 1e-6  # the largest error that ours may have, but for rounding to bfloat16
-_KEPT = 0.7  # of a norm that is clipped: a power of 2 would round nothing
+_OURS = 1e-6  # largest relative error of gradengine's fp32 results
+_KEPT = 0.7  # clip bound / norm, not a power of 2, which would need no rounding
 _TO_BF16 = 2.0**-8  # relative error of one rounding to bfloat16
 
 
 def ours(name: str, nbytes: int, build: Callable[[], Case], tolerance: float = _OURS) -> Variant:
-    """A variant that the others are compared with."""
+    """Return a variant that the others are compared with."""
     return Variant(name, nbytes, build, base=True, tolerance=tolerance)
 
 
@@ -42,12 +42,12 @@ def ours(name: str, nbytes: int, build: Callable[[], Case], tolerance: float = _
 
 
 def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 0) -> list[Variant]:
-    """Add micro-batches to one fp32 sum, ours in passes of as many as each variant holds.
+    """Return variants that add micro-batches to one fp32 sum, for gradengine one for each number of `holds`.
 
-    The first `begun` are in the sum already; only the others are timed.
+    The first `begun` micro-batches are in the sum already. Only the others are timed.
     """
     device = workload.device
-    untimed = 1 + begun if begun else 0  # the zeroing, and what has begun
+    untimed = 1 + begun if begun else 0  # calls that zero the sum and add the first micro-batches
 
     def of_ours(hold: int) -> Case:
         accumulator = PerBlockGradientAccumulator(workload.layout, device.kernels, hold=hold)
@@ -69,17 +69,21 @@ def accumulate(workload: Workload, holds: Sequence[int] = (1,), *, begun: int = 
 
 
 def bytes_of_adding(workload: Workload, hold: int | None = None, *, begun: int = 0) -> int:
-    """Bytes of adding all micro-batches but the first `begun`: ours in passes of `hold`, a peer one by one."""
+    """Return the bytes of adding all micro-batches except the first `begun`, in passes of `hold`.
+
+    If `hold` is None, a peer adds them one by one.
+    """
     count = workload.count - begun
     passes = count if hold is None else -(-count // hold)
-    first = 0 if begun else 1 if hold is None else -1  # a peer zeroes the sum, ours does not read it
+    # A peer writes zeros to the sum first. gradengine's first pass does not read the sum.
+    first = 0 if begun else 1 if hold is None else -1
     return count * workload.gradient_bytes + (2 * passes + first) * workload.sum_bytes
 
 
 def summed(
     workload: Workload, calls: Sequence[Callable[[], object]], untimed: int, results: Callable[[], Sequence[Any]]
 ) -> Case:
-    """Calls that zero a sum and add the workload's micro-batches to it; the first few are not timed."""
+    """Return a case of calls that zero a sum and add micro-batches to it. The first `untimed` calls are not timed."""
     return Case(in_turn(calls[untimed:]), lambda: workload.error(results()), prepare=in_turn(calls[:untimed]))
 
 
@@ -87,7 +91,7 @@ def summed(
 
 
 def norm(workload: Workload) -> list[Variant]:
-    """The global norm of one micro-batch's gradients, read in place."""
+    """Return variants that compute the global norm of one micro-batch's gradients, read in place."""
 
     def of_ours() -> Case:
         kernels = workload.device.kernels
@@ -114,14 +118,14 @@ def norm(workload: Workload) -> list[Variant]:
 
 
 def restored(workload: Workload) -> tuple[list[Array], Callable[[], None]]:
-    """Arrays with the first micro-batch's values, and a function that restores the values."""
+    """Return arrays with the first micro-batch's values, and a function that restores these values."""
     device = workload.device
     originals, arrays = (device.placed(workload.values[0]) for _ in range(2))
     return arrays, partial(device.copy, arrays, originals)
 
 
 def clip(workload: Workload) -> list[Variant]:
-    """Clip one micro-batch's gradients in place by their global norm."""
+    """Return variants that clip one micro-batch's gradients in place by their global norm."""
     device, bound, nbytes = workload.device, _KEPT * workload.norm, 3 * workload.gradient_bytes
 
     def of_ours(arrays: list[Array]) -> Callable[[], object]:
@@ -142,7 +146,7 @@ def clipped(
     clip_of: Callable[[list[Array]], Callable[[], object]],
     groups: Sequence[slice] = (slice(None),),
 ) -> Case:
-    """Clip groups of the gradients, by position, each by its own norm; `clip_of` makes the function for a group."""
+    """Return a case that clips groups of gradients, each by the group's norm. `clip_of` makes the call for a group."""
     arrays, put_back = restored(workload)
     run: Callable[[], object] = in_turn([clip_of(arrays[group]) for group in groups])
     factors = [min(1.0, bound / norm_of(workload.sums[group])) for group in groups for _ in arrays[group]]

@@ -1,4 +1,4 @@
-"""The step as it is written without this package: by hand, tensor by tensor in NumPy; or by PyTorch."""
+"""The step without gradengine, by hand (tensor by tensor in NumPy or CuPy) or by PyTorch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from gradengine.bench.workload import Workload, widened
 
 @final
 class ByHand:
-    """Gradients or their sums as NumPy or CuPy arrays, one call for each; bfloat16 is given as its bits."""
+    """Gradients or their sums as NumPy or CuPy arrays, with one call for each array. bfloat16 is passed as its bits."""
 
     def __init__(self, gradients: Sequence[Array]) -> None:
         self.gradients = gradients
 
     @staticmethod
     def over(device: Device, arrays: Sequence[Array]) -> ByHand:
-        """Over the memory of a device's arrays."""
+        """Return a peer over the memory of a device's arrays."""
         return ByHand([device.by_hand(array) for array in arrays])
 
     @staticmethod
     def sums_for(workload: Workload) -> ByHand:
-        """fp32 sums of the workload's shapes, undefined before the window begins."""
+        """Return fp32 sums of the workload's shapes, undefined before the window begins."""
         return ByHand.over(workload.device, workload.device.empty(workload.shapes, np.float32))
 
     def zero(self) -> None:
-        """Begin a window."""
+        """Set the sums to zero."""
         for total in self.gradients:
             total[...] = 0
 
@@ -47,11 +47,11 @@ class ByHand:
             np.multiply(gradient, np.float32(factor), out=gradient)
 
     def norm(self) -> float:
-        """The global norm, from each tensor's."""
+        """Return the global norm, computed from the norm of each tensor."""
         return math.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in self.gradients))
 
     def clip(self, max_norm: float, divisor: float = 1.0) -> None:
-        """Divide and clip in one multiplication; bfloat16 is widened, clipped and rounded back to its bits.
+        """Divide and clip in one multiplication. bfloat16 is widened, clipped and rounded back to its bits.
 
         Raises:
             FloatingPointError: The norm is not finite.
@@ -74,14 +74,14 @@ class ByHand:
 
 
 def _bfloat16_bits(values: Any) -> Any:
-    """The bits of the nearest bfloat16, ties to even; not for NaN."""
+    """Return the bits of the nearest bfloat16, ties to even. NaN is not supported."""
     bits = values.view(np.uint32)
     return (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
 
 
 @final
 class Torch:
-    """Gradients in the `.grad` of parameters, where torch's optimizers read them; raises `Missing` without torch."""
+    """Gradients in the `.grad` of parameters, as torch's optimizers read them. Raises `Missing` without torch."""
 
     def __init__(self, device: Device, gradients: Sequence[Tensor]) -> None:
         self._torch, self._device, self.gradients = device.torch, device, list(gradients)
@@ -89,22 +89,22 @@ class Torch:
 
     @staticmethod
     def over(device: Device, arrays: Sequence[Array]) -> Torch:
-        """Over the memory of a device's arrays."""
+        """Return a peer over the memory of a device's arrays."""
         return Torch(device, [device.tensor(array) for array in arrays])
 
     @staticmethod
     def sums_for(workload: Workload) -> Torch:
-        """fp32 sums of the workload's shapes: NaN before the window begins, so that unwritten elements show."""
+        """Return fp32 sums of the workload's shapes, filled with NaN so that the check finds unwritten elements."""
         device = workload.device
         facts = {"dtype": device.torch.float32, "device": device.torch_device}
         return Torch(device, [device.torch.full(shape, math.nan, **facts) for shape in workload.shapes])
 
     def zero(self) -> None:
-        """`torch._foreach_zero_`."""
+        """Call `torch._foreach_zero_`."""
         self._torch._foreach_zero_(self.gradients)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """`torch._foreach_add_`; on a CPU `add_` one by one of bfloat16, for which foreach has no fast path there."""
+        """Call `torch._foreach_add_`, or `add_` one by one for bfloat16 on a CPU, which has no fast foreach path."""
         if self._device.is_gpu or gradients[0].dtype == self._torch.float32:
             self._torch._foreach_add_(self.gradients, gradients)
             return
@@ -112,17 +112,17 @@ class Torch:
             total.add_(gradient)
 
     def scale(self, factor: float) -> None:
-        """`torch._foreach_mul_`."""
+        """Call `torch._foreach_mul_`."""
         self._torch._foreach_mul_(self.gradients, factor)
 
     def norm(self) -> Any:
-        """`torch.nn.utils.get_total_norm`, in the gradients' dtype."""
+        """Return `torch.nn.utils.get_total_norm`, in the gradients' dtype."""
         return self._torch.nn.utils.get_total_norm(self.gradients, foreach=True)
 
     def clip(self, max_norm: float, divisor: float = 1.0) -> None:
-        """`torch._foreach_mul_` by the inverse, if there is anything to divide by; then `clip_grad_norm_`.
+        """Call `torch._foreach_mul_` with 1 / `divisor`, unless the divisor is 1, then `clip_grad_norm_`.
 
-        On a CPU it raises for NaN and Inf, as ours does; on a GPU torch would have to wait for the device.
+        On a CPU it raises for NaN and Inf, as gradengine does. On a GPU such a check would wait for the device.
         """
         if divisor != 1:
             self.scale(1.0 / divisor)
@@ -130,7 +130,7 @@ class Torch:
         clip(self._parameters, max_norm, error_if_nonfinite=raises, foreach=True)
 
     def _parameter(self, gradient: Tensor) -> Any:
-        # The weights are no part of the step: an expanded scalar has their shape and takes no memory.
+        # The step does not read the weights. An expanded scalar has their shape and takes no memory.
         weight = self._torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
         parameter = self._torch.nn.Parameter(weight)
         parameter.grad = gradient
@@ -141,20 +141,20 @@ Peer: TypeAlias = ByHand | Torch
 
 
 def torch_name(workload: Workload) -> str:
-    """The name of `Torch` in tables when it adds these gradients; see `Torch.add`."""
+    """Return the name of `Torch` in tables when it adds these gradients, which `Torch.add` describes."""
     return "torch foreach" if workload.device.is_gpu or workload.dtype == "float32" else "torch add_"
 
 
 def peers(
     workload: Workload, nbytes: int, build: Callable[[type[Peer]], Case], torch: str = "torch foreach"
 ) -> list[Variant]:
-    """The variants by hand and by torch, over the same bytes."""
+    """Return the variants by hand and by torch, which move the same number of bytes."""
     by_hand = "cupy by hand" if workload.device.is_gpu else "numpy by hand"
     return [Variant(name, nbytes, partial(build, kind)) for name, kind in ((by_hand, ByHand), (torch, Torch))]
 
 
 def adding(workload: Workload, kind: type[Peer]) -> tuple[Peer, list[Callable[[], object]]]:
-    """Sums, and the calls that compute them: one that zeroes them, then one for each micro-batch."""
+    """Return sums, the call that zeroes them, and a call for each micro-batch that adds it."""
     peer = kind.sums_for(workload)
     batches = [kind.over(workload.device, batch).gradients for batch in workload.batches]
     return peer, [peer.zero, *(partial(peer.add, batch) for batch in batches)]

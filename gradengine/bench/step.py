@@ -1,22 +1,23 @@
-"""The whole step of a window of K micro-batches: added, checked, clipped, averaged, handed back.
+"""The benchmark of the whole step, which adds K micro-batches, checks, clips, averages and writes the result.
 
-Bytes counted, of G a micro-batch's gradients and A the sum in fp32; for each element at K = 4 in fp32 (bfloat16):
+G is the gradients of one micro-batch, A is the sum in fp32. The bytes of an element are for K = 4 in fp32 (bfloat16).
 
 | variant | reads and writes | bytes an element |
 |---|---|---|
-| ours hold=1 | 4 G; A written by the first, read and written by the others; hand back 2 A | 16 + 28 + 8 = 52 (44) |
-| ours hold=4 | 4 G; A written once; hand back 2 A | 16 + 4 + 8 = 28 (20) |
-| torch foreach, sum | zero A; 4 x (G + 2 A); norm A; multiply 2 A | 4 + 48 + 4 + 8 = 64 (56) |
-| torch foreach, mean | the same, and 2 A for the average, which ours always takes | 72 (64) |
+| ours hold=1 | 4 G + A (first micro-batch) + 3 x 2 A (others) + 2 A (result) | 16 + 28 + 8 = 52 (44) |
+| ours hold=4 | 4 G + A (sum) + 2 A (result) | 16 + 4 + 8 = 28 (20) |
+| torch foreach, sum | A (zero) + 4 x (G + 2 A) + A (norm) + 2 A (multiply) | 4 + 48 + 4 + 8 = 64 (56) |
+| torch foreach, mean | the same + 2 A (average, which gradengine includes) | 72 (64) |
 | torch foreach, sum, graph | as sum | 64 (56) |
-| torch.compile, by micro-batch | 4 G; A as ours hold=1; norm A; multiply 2 A: the fewest that it can move | 56 (48) |
-| torch.compile, whole window | 4 G; A written once; norm A; multiply 2 A: the fewest | 32 (24) |
-| by hand | as torch sum (and what its temporaries take, which is not counted) | 64 (56) |
+| torch.compile, by micro-batch | 4 G + 7 A (sum) + A (norm) + 2 A (multiply), the fewest possible | 56 (48) |
+| torch.compile, whole window | 4 G + A (sum) + A (norm) + 2 A (multiply), the fewest possible | 32 (24) |
+| by hand | as torch sum, without counting its temporaries | 64 (56) |
 
-Launches on a GPU for n = 218 tensors: ours K + 2 (hold=1) and 3 (hold=4), replayed 1 launch of the host's; torch
-foreach 1 for each list that its kernel arguments hold: about ceil(6190 chunks of 65536 / 320), or / 2240 in builds for
-CUDA 13, for each of the 2 + K passes, plus the norm's second stage, and n for each micro-batch of bfloat16; by hand n
-for each pass, n waits for the norm. `bench gpu launches` counts them.
+Launches on a GPU for n = 218 tensors: gradengine needs K + 2 (hold=1) or 3 (hold=4), and a replay needs 1 launch by the
+host. torch foreach needs 1 for each list that fits its kernel arguments. These are about ceil(6190 chunks of 65536 /
+320) for each of the 2 + K passes, or / 2240 in builds for CUDA 13. The norm's second stage adds to them, and n for each
+micro-batch of bfloat16. By hand needs n for each pass, and waits n times for the norm. `measured/gpu_bench.py launches`
+counts them.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from gradengine.engine.result import StepResult
 
 
 def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
-    """Ours without holding and with it, by hand, and torch; on a GPU ours and torch as CUDA graphs too.
+    """Return the step's variants: gradengine with each of `holds`, by hand, and torch. A GPU adds CUDA graphs of both.
 
-    Torch is given the average for nothing (as where the loss was divided by K), and once more with a pass for it.
+    torch runs once with a loss that was divided by K, which costs no pass, and once with a pass for the average.
     """
     device, bound, by_passes = workload.device, workload.max_norm, bytes_of_step(workload, 3)
 
     def of_peer(kind: type[Peer], *, averages: bool, is_recorded: bool = False) -> Case:
         peer, adds = adding(workload, kind)
-        # A sum clipped to K max_norm is K times the average clipped to max_norm: no pass is charged for the average.
+        # The average needs no pass, since a sum clipped to K max_norm is K times the average clipped to max_norm.
         times = 1 if averages else workload.count
         run: Callable[[], object] = in_turn([*adds, partial(peer.clip, bound * times, workload.count // times)])
         if is_recorded:
@@ -64,12 +65,12 @@ def step(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
 
 def bytes_of_step(workload: Workload, sets: int, hold: int | None = None) -> int:
-    """Bytes of the additions, and of `sets` reads or writes of the sum after them."""
+    """Return the bytes of the additions, and of `sets` reads or writes of the sum after them."""
     return bytes_of_adding(workload, hold) + sets * workload.sum_bytes
 
 
 def our_steps(workload: Workload, holds: Sequence[int]) -> list[Variant]:
-    """Our variants: one for each hold, on a GPU both eager and captured."""
+    """Return gradengine's variants, one for each of `holds`. On a GPU each is both eager and captured."""
     ways = {"": False, ", captured": True} if workload.device.is_gpu else {"": False}
     case = partial(our_step, workload, workload.max_norm)
     return [
@@ -80,7 +81,7 @@ def our_steps(workload: Workload, holds: Sequence[int]) -> list[Variant]:
 
 
 def our_step(workload: Workload, bound: float, hold: int = 1, *, is_captured: bool, **replay: Any) -> Case:
-    """Return our step; `replay` is how it is replayed, if it is captured."""
+    """Return gradengine's step. `replay` holds the arguments of its replay, if the step is captured."""
     kernels, count = workload.device.kernels, workload.count
     engine = GradientEngine(workload.layout, kernels, max_norm=bound, micro_batches=count, hold=hold)
     workload.device.poison(list(engine.accumulator.arrays().values()))

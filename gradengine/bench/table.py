@@ -22,7 +22,7 @@ _ONLY_WIDE = {"p10-90", "wall ms", "host us", "of copy", "error"}
 
 
 def table_of(report: Report, *, wide: bool = True) -> Table:
-    """The report as a table; absent variants are named below. A narrow one leaves some columns to --json."""
+    """Return the report as a table, with absent variants named below. A narrow table leaves some columns to --json."""
     columns = _columns(report, wide=wide)
     lines = [
         f"all results within {report.tolerance:g} of fp64's before anything was timed",
@@ -36,7 +36,7 @@ def table_of(report: Report, *, wide: bool = True) -> Table:
 
 
 def _columns(report: Report, *, wide: bool) -> dict[str, Callable[[Row], str]]:
-    """Header -> the function that gives a row's text in that column."""
+    """Return the function that gives a row's text, for each column by its header."""
     columns = dict(_ON_A_GPU if "gpu" in report.machine else _ON_A_HOST)
     columns["GB/s"] = lambda row: f"{row.gb_per_s:.1f}"
     columns["of copy"] = lambda row: "" if row.of_copy is None else f"{row.of_copy:.1%}"
@@ -48,7 +48,7 @@ def _columns(report: Report, *, wide: bool) -> dict[str, Callable[[Row], str]]:
 
 
 def _table(report: Report, headers: Iterable[str], rows: Mapping[str, list[str]], lines: Sequence[str]) -> Table:
-    """The table, with a caption that says which variants are absent and why, and names the machine."""
+    """Return the table, with a caption that names the machine, and the absent variants with their reasons."""
     parameters = ", ".join(f"{name} {value}" for name, value in report.parameters.items() if name != "hold")
     absent = [f"absent: {absent.variant}: {absent.why}" for absent in report.absent]
     table = Table(
@@ -70,7 +70,7 @@ def _table(report: Report, headers: Iterable[str], rows: Mapping[str, list[str]]
 
 
 def _warnings(report: Report) -> Iterator[str]:
-    """Warnings that a reader must see before the figures."""
+    """Yield the warnings that a reader must see before the figures."""
     if report.load is not None and report.load > int(str(report.machine["cores"])):
         yield f"BUSY MACHINE: load {report.load:.1f} on {report.machine['cores']} cores before the run"
     if report.noisy:
@@ -97,5 +97,5 @@ def _where(report: Report) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, to a microsecond where they are few."""
+    """Return milliseconds as text, with microseconds below 10 ms."""
     return f"{1e3 * seconds:.1f}" if seconds >= 0.01 else f"{1e3 * seconds:.3f}"
