@@ -136,7 +136,7 @@ def test_a_launched_rank_that_is_killed_is_an_error_of_the_other(launched):
 @pytest.mark.parametrize(
     ("options", "world_size", "message"),
     [
-        ([], 2, "GRADENGINE_WORLD_SIZE=2: each .* pass --transport launcher"),
+        ([], 2, "--transport is missing.*GRADENGINE_WORLD_SIZE=2.*pass --transport launcher"),
         (["--transport", "launcher", "--workers", 2], 1, "got 2, expected 1"),
     ],
 )

@@ -1,5 +1,5 @@
-"""A small language model to try the gradient step on: nothing to download, no framework to install.
+"""A small language model that shows the gradient step, without a download and without a framework.
 
-Read in this order: `text` (what is learned), `model` (forward and backward), `adamw` (the update), `shards` (the model
-cut for tensor parallelism), `worker` (a rank and its replay), `run` (all ranks), `proofs` (what the run shows).
+Read in this order: `text` (the data), `model` (forward and backward), `adamw` (the update), `shards` (the model cut for
+tensor parallelism), `worker` (a rank and its replay), `run` (all ranks), `proofs` (the checks of a run).
 """

@@ -19,7 +19,7 @@ class AdamW:
     Step t does, for each weight w with gradient g and rate r:
 
         m = b1 m + (1 - b1) g                      v = b2 v + (1 - b2) g^2
-        w = w - r weight_decay w                   matrices only: norms have no reason to be small
+        w = w - r weight_decay w                   (matrices only, since weights of norms need not be small)
         w = w - r m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + epsilon)
 
     Example:
@@ -41,10 +41,10 @@ class AdamW:
         self._moments = {name: (np.zeros_like(weight), np.zeros_like(weight)) for name, weight in weights.items()}
 
     def step(self, gradients: Mapping[str, Array], rate: float) -> None:
-        """Update all weights in place from their gradients, which are only read."""
+        """Update all weights in place from their gradients. The gradients do not change."""
         self.step_count += 1
         beta1, beta2 = self.betas
-        # r m / c1 / (sqrt(v / c2) + e) is m (r sqrt(c2) / c1) / (sqrt(v) + e sqrt(c2)): corrections cost no pass.
+        # Corrections need no pass, since r m / c1 / (sqrt(v / c2) + e) = m (r sqrt(c2) / c1) / (sqrt(v) + e sqrt(c2)).
         root_correction = math.sqrt(1.0 - beta2**self.step_count)
         corrected = rate * root_correction / (1.0 - beta1**self.step_count)
         for name, weight in self._weights.items():
@@ -56,9 +56,9 @@ class AdamW:
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final: float = 0.1) -> float:
-    """Return the factor on the rate: up in a line over the first `warmup_steps`, then down a half cosine to `final`.
+    """Return the factor on the rate, which rises linearly over `warmup_steps`, then falls by a half cosine to `final`.
 
-    Steps count from 0; the factor is 1 at step `warmup_steps - 1`, and `final` from step `total_steps` on.
+    Steps count from 0. The factor is 1 at step `warmup_steps - 1`, and `final` from step `total_steps` on.
 
     Example:
         >>> [round(warmup_cosine(step, 2, 6), 2) for step in range(7)]

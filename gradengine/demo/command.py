@@ -1,4 +1,4 @@
-"""`gradengine demo`: its options, the order of its parts, and what it prints."""
+"""The command `gradengine demo`, with its options, the order of its parts, and its output."""
 
 from __future__ import annotations
 
@@ -37,39 +37,44 @@ _OPTIONS = {
 
 def demo(
     workers: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Data-parallel workers; by default 2, or the ranks launched.")
+        int | None,
+        typer.Option(min=1, max=64, help="Number of data-parallel workers (default: 2, or all launched ranks)."),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, max=64, help="Shards of each worker's model (tensor parallelism).")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each worker in each step.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
+    tp: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of shards of each worker's model (tensor parallelism).")
+    ] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches of each worker in a step.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps.")] = 400,
     transport: Annotated[
         Transport | None,
-        typer.Option(help="launcher, mpi: as a rank that torchrun, srun or mpiexec started; by default tcp."),
+        typer.Option(
+            help="Transport between workers (default: tcp). launcher and mpi use ranks of torchrun, srun or mpiexec."
+        ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="File to learn; by default Python's standard library.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file to learn (default: Python's standard library).")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help=f"File to draw the losses to. By default {_PLOT}, if matplotlib is installed."),
+        typer.Option(help=f"Image file for the losses (default: {_PLOT}, if matplotlib is installed)."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Bytes that each sequence predicts.")] = 64,
-    hidden_size: Annotated[int, typer.Option(min=8, help="The model's hidden size, a multiple of 8.")] = 96,
-    heads: Annotated[int, typer.Option(min=1, help="The model's heads, a divisor of the hidden size.")] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1, help="The model's key-value heads, a divisor of the heads.")] = 2,
-    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 2,
-    learning_rate: Annotated[float, typer.Option(min=1e-9, max=1, help="Rate after warm-up.")] = 6e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first weights and the micro-batches.")] = 0,
-    compared_steps: Annotated[int, typer.Option(min=1, help="Steps to repeat in one process for proof 3.")] = 20,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of sequences of a micro-batch.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Number of bytes that each sequence predicts.")] = 64,
+    hidden_size: Annotated[int, typer.Option(min=8, help="Hidden size of the model, a multiple of 8.")] = 96,
+    heads: Annotated[int, typer.Option(min=1, help="Number of attention heads, a divisor of the hidden size.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Number of key-value heads, a divisor of the heads.")] = 2,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of transformer blocks.")] = 2,
+    learning_rate: Annotated[float, typer.Option(min=1e-9, max=1, help="Learning rate after warm-up.")] = 6e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights and the micro-batches.")] = 0,
+    compared_steps: Annotated[int, typer.Option(min=1, help="Number of steps that proof 3 repeats.")] = 20,
 ) -> None:
-    """Train a small Llama on real text with several workers, and prove that they are right.
+    """Train a small Llama on real text with several workers, and prove that their weights are right.
 
-    Needs no GPU and no download, and about half a minute on two idle cores; two minutes on busy ones.
+    It needs no GPU and no download. It takes half a minute on two idle cores, two minutes on busy ones.
     The exit code is 1 if a proof fails.
     """
     with speaking_of(_OPTIONS):
         model = LlamaConfig(
             blocks, hidden_size, heads, kv_heads, sequence_length=sequence_length,
-            intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of it, a multiple of 32
+            intermediate_size=-(-hidden_size * 8 // 96) * 32,  # 8/3 of the hidden size, rounded up to a multiple of 32
         )  # fmt: skip
         model.sharded(0, tp)
     settings = Settings(
@@ -85,28 +90,29 @@ def demo(
 
 
 def _default_transport() -> Transport:
-    """TCP; raises `CallerError` if this is one of several ranks, each of which would start workers."""
+    """Return TCP. Raises `CallerError` if this process is one of several launched ranks."""
     try:
         world = read_world(os.environ)
-    except CallerError:  # none was launched
+    except CallerError:  # no launcher started this process
         return Transport.TCP
     if world.world_size > 1:
         raise CallerError(
-            f"{world.launcher.world_size}={world.world_size}: each of these ranks would start workers of its own",
-            do="pass --transport launcher or mpi for the ranks to be the workers, or tcp to start them all the same",
+            f"--transport is missing in one of several launched ranks ({world.launcher.world_size}={world.world_size})",
+            do="pass --transport launcher or mpi to use these ranks as the workers, or tcp to start others",
         )
     return Transport.TCP
 
 
 def _run_launched(settings: Settings, workers: int | None, text: Path | None, plot: Path | None) -> list[Proof]:
-    """Run as one of the ranks that were launched; rank 0 prints, and returns the proofs, the others return none."""
+    """Run as one of the launched ranks. Rank 0 prints, and returns the proofs. The other ranks return none."""
     if settings.tensor_parallel > 1:
-        what = f"with --transport {settings.transport.value} each rank has the whole model"
+        what = f"--transport {settings.transport.value} does not support tensor parallelism"
         raise CallerError(what, got=f"--tp {settings.tensor_parallel}", expected="--tp 1")
     begin_anew()
-    with join_launched(settings.transport) as exchange:  # before what may fail: MPI waits for who ends without it
+    # Join before the checks that may fail, because MPI waits for a rank that ends without joining.
+    with join_launched(settings.transport) as exchange:
         if workers not in {None, exchange.world_size}:
-            what, do = "--workers is not the number of launched ranks", "leave --workers out"
+            what, do = "--workers is not the number of launched ranks", "omit --workers"
             raise CallerError(what, got=workers, expected=exchange.world_size, do=do)
         settings = replace(settings, workers=exchange.world_size)
         texts = read_texts(text, settings.model.sequence_length)
@@ -153,7 +159,7 @@ def _show(proofs: Sequence[Proof]) -> None:
 
 
 def _plotter(path: Path | None) -> Callable[[Record, float], str]:
-    """A function that draws a run and returns where; raises at once if a plot that was asked for cannot be drawn."""
+    """Return a function that draws a run and returns the file's name. Raises if a requested plot cannot be drawn."""
     if path is None and importlib.util.find_spec("matplotlib") is None:
         return lambda *_: "none without matplotlib: pip install 'gradengine[plot]'"
     place = path or _PLOT

@@ -1,13 +1,13 @@
-"""A byte-level Llama in NumPy: RMSNorm, grouped-query attention with RoPE, SwiGLU, and their backward by hand.
+"""A byte-level Llama in NumPy, with RMSNorm, grouped-query attention with RoPE, SwiGLU, and their backward by hand.
 
-Every layer returns its output and its backward: a function from the gradient of the output to the gradients of what
-went in. In the shapes below B is the batch, T the sequence, N = B*T the rows, H the hidden size, I the intermediate
-size, D the size of one head, K the key-value heads, G the query heads that share one of them, and V the vocabulary.
-All arithmetic is in the dtype of the weights: float32 to train, float64 to check gradients.
+Every layer returns its output and its backward. The backward takes the gradient of the output and returns the gradients
+of the inputs. In the shapes below B is the batch, T the sequence, N = B*T the rows and H the hidden size. I is the
+intermediate size and D the size of one head. K is the key-value heads, G the query heads that share one of them, and V
+the vocabulary. All arithmetic is in the dtype of the weights, float32 for training and float64 for gradient checks.
 
-The weights may be those of a shard (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053, section 3): it has its
-share of the heads and of the intermediate columns, and all else whole. What a block adds to the residual, and the
-gradients of what it read there, are then partial sums, which `all_reduce` adds up over the shards.
+The weights may be those of a shard (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053, section 3). A shard has
+its part of the heads and of the intermediate columns, and the rest of the model whole. The output that a block adds to
+the residual, and the gradient of the block's input, are then partial sums, which `all_reduce` adds up over the shards.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 from gradengine.errors import CallerError
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
-Array: TypeAlias = Any  # of NumPy, float32 or float64
-Weights: TypeAlias = dict[str, Array]  # or gradients, by name as `LlamaConfig.weight_shapes` gives them
+Array: TypeAlias = Any  # NumPy array of float32 or float64
+Weights: TypeAlias = dict[str, Array]  # weights or gradients, by the names of `LlamaConfig.weight_shapes`
 AllReduce: TypeAlias = Callable[[Array], Array]  # a shard's partial sum (N, H) to the sum over all, maybe in place
-Layer: TypeAlias = tuple[Array, Callable[[Array], Any]]  # its output and its backward
+Layer: TypeAlias = tuple[Array, Callable[[Array], Any]]  # output and backward
 GradientStream: TypeAlias = Iterator[tuple["str | int", Any]]  # a name and its array, or a block's index and its nine
 
 COMPONENTS = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down", "input_norm", "post_attn_norm")
-"""Of a block, in the order they are exchanged."""
+"""The weights of a block, in the order of their exchange."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of the model; the defaults are the demo's, about 250,000 weights.
+    """The sizes of the model. The demo uses the defaults, which give about 250,000 weights.
 
     Raises:
-        CallerError: Heads do not divide what they must divide; both numbers are named.
+        CallerError: Heads do not divide the sizes that they must divide. The error names both numbers.
     """
 
     num_blocks: int = 2
@@ -52,11 +52,11 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         self.sharded(0, 1)
         if self.head_size % 2:
-            what = "RoPE turns pairs: hidden_size / num_heads must be even"
+            what = "hidden_size / num_heads must be even"
             raise CallerError(what, got=f"{self.hidden_size} / {self.num_heads} = {self.head_size}")
 
     def sharded(self, tp_rank: int, tp_size: int) -> TensorParallelConfig:
-        """The configuration of one of `tp_size` shards; raises `CallerError` if the model cannot be cut so."""
+        """Return the configuration of one of `tp_size` shards. Raises `CallerError` if the model cannot be cut so."""
         sizes = (self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads)
         return TensorParallelConfig(tp_rank, tp_size, *sizes)
 
@@ -69,7 +69,7 @@ class LlamaConfig:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight by name, in the order of all dictionaries of weights and gradients.
 
-        Matrices of a block are stored (in, out) and used as `x @ w`; lm_head and embedding are (V, H).
+        Matrices of a block are stored (in, out) and used as `x @ w`. lm_head and embedding are (V, H).
         """
         h, kv, i = self.hidden_size, self.num_kv_heads * self.head_size, self.intermediate_size
         block = ((h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h), (h,), (h,))
@@ -80,12 +80,12 @@ class LlamaConfig:
 
 
 def block_names(index: int) -> list[str]:
-    """The names of the nine weights of block `index`, in order."""
+    """Return the names of the nine weights of block `index`, in order."""
     return [f"blocks.{index}.{component}" for component in COMPONENTS]
 
 
 def initial_weights(config: LlamaConfig, seed: int) -> Weights:
-    """Draw fp32 weights: norms are 1, matrices normal, variance 1 / inputs; those that write the residual smaller."""
+    """Draw fp32 weights. Norms are 1. Matrices are normal with variance 1 / inputs, less if they write the residual."""
     generator = np.random.default_rng(seed)
     return {
         name: generator.standard_normal(shape, np.float32) * np.float32(_deviation(name, shape, config))
@@ -95,20 +95,20 @@ def initial_weights(config: LlamaConfig, seed: int) -> Weights:
 
 
 def _deviation(name: str, shape: tuple[int, ...], config: LlamaConfig) -> float:
-    """Return the deviation that suits a matrix's place."""
-    if name in {"embedding", "lm_head"}:  # logits near 0: training starts at ln V, not above
+    """Return the standard deviation of a matrix by its place."""
+    if name in {"embedding", "lm_head"}:  # small logits, so that training starts at a loss of ln V
         return 0.5 if name == "embedding" else 0.5 / config.hidden_size
-    writes = 2 * config.num_blocks if name.endswith(("w_o", "down")) else 1  # all writes to the residual add up to 1
+    writes = 2 * config.num_blocks if name.endswith(("w_o", "down")) else 1  # writes to the residual add up to 1
     return float((shape[0] * writes) ** -0.5)
 
 
 def alone(partial: Array) -> Array:
-    """The all-reduce of a model in one piece: its partial sums are whole."""
+    """Return the partial sum itself, which is the all-reduce of a model in one piece."""
     return partial
 
 
 class Context(NamedTuple):
-    """What all blocks of one forward share: `turns` (T, D/2) complex, `mask` (T, T) of 0 and -inf."""
+    """Tables that all blocks of one forward share. `turns` is (T, D/2) complex, `mask` is (T, T) of 0 and -inf."""
 
     config: LlamaConfig
     turns: Array
@@ -117,7 +117,7 @@ class Context(NamedTuple):
 
 
 def make_context(config: LlamaConfig, length: int, dtype: Any, all_reduce: AllReduce) -> Context:
-    """Build the tables for sequences of `length` tokens: turns e^(i t theta^(-2j/D)), and who may look at whom."""
+    """Build the tables for sequences of `length` tokens, with turns e^(i t theta^(-2j/D)) and the causal mask."""
     positions = np.arange(length)
     angles = positions[:, None] * config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size)
     mask = np.where(positions[:, None] >= positions, 0.0, -np.inf).astype(dtype)
@@ -125,12 +125,12 @@ def make_context(config: LlamaConfig, length: int, dtype: Any, all_reduce: AllRe
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Layer:
-    """Give rows (N, H) the size w (H,): y = w * x / rms(x), rms(x) = sqrt(mean(x^2) + epsilon)."""
+    """Scale rows (N, H) by w (H,) with y = w * x / rms(x), rms(x) = sqrt(mean(x^2) + epsilon)."""
     inverse_rms = 1.0 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
     scaled = x * inverse_rms
 
     def backward(gradient: Array) -> tuple[Array, Array]:
-        """With s = x / rms(x) and u = dy * w: dx = (u - s mean(u * s)) / rms(x), dw = sum over rows of dy * s."""
+        """Return dx = (u - s mean(u * s)) / rms(x) and dw, the sum of dy * s over rows. s = x / rms(x), u = dy * w."""
         product = gradient * scaled
         mean = (product * weight).mean(axis=-1, keepdims=True)
         return (gradient * weight - scaled * mean) * inverse_rms, product.sum(axis=0)
@@ -139,21 +139,21 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Layer:
 
 
 def split_heads(rows: Array, length: int, kv_heads: int, size: int) -> Array:
-    """Copy rows (N, K*G*D) to heads (B, K, G, T, D); G is 1 for keys and values."""
+    """Copy rows (N, K*G*D) to heads (B, K, G, T, D). G is 1 for keys and values."""
     heads = rows.reshape(-1, length, kv_heads, rows.shape[1] // (kv_heads * size), size)
     return np.ascontiguousarray(heads.transpose(0, 2, 3, 1, 4))
 
 
 def merge_heads(heads: Array) -> Array:
-    """Undo `split_heads`: heads (B, K, G, T, D) to rows (N, K*G*D)."""
+    """Copy heads (B, K, G, T, D) to rows (N, K*G*D), the inverse of `split_heads`."""
     batch, kv_heads, groups, length, size = heads.shape
     return heads.transpose(0, 3, 1, 2, 4).reshape(batch * length, kv_heads * groups * size)
 
 
 def rotate(heads: Array, turns: Array) -> Array:
-    """RoPE, in place: each pair of neighbours in heads (..., T, D) is a complex number, multiplied by its turn.
+    """Apply RoPE in place. Each pair of neighbours in heads (..., T, D) is a complex number, multiplied by its turn.
 
-    The backward of a turn is the turn back: the same with `turns.conj()`.
+    The backward of a turn is the turn back, which is the same call with `turns.conj()`.
     """
     pairs = heads.view(turns.dtype)
     pairs *= turns
@@ -161,7 +161,7 @@ def rotate(heads: Array, turns: Array) -> Array:
 
 
 def softmax(scores: Array) -> Array:
-    """Softmax of each row of scores (..., T, T), in place."""
+    """Replace each row of scores (..., T, T) by its softmax, in place."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -169,9 +169,9 @@ def softmax(scores: Array) -> Array:
 
 
 def attention(x: Array, w: Weights, context: Context) -> Layer:
-    """Rows (N, H) look back: softmax(q k^T + mask) v w_o, q = rope(x w_q) / sqrt(D), k = rope(x w_k), v = x w_v."""
+    """Return softmax(q k^T + mask) v w_o, with q = rope(x w_q) / sqrt(D), k = rope(x w_k), v = x w_v, and x (N, H)."""
     size, length, turns = context.config.head_size, len(context.mask), context.turns
-    kv_heads = w["w_k"].shape[1] // size  # a shard has its share of them
+    kv_heads = w["w_k"].shape[1] // size  # key-value heads of this shard
     queries, keys, values = (
         split_heads(x @ matrix, length, kv_heads, size) for matrix in (w["w_q"], w["w_k"], w["w_v"])
     )
@@ -181,7 +181,10 @@ def attention(x: Array, w: Weights, context: Context) -> Layer:
     rows = merge_heads(attended)
 
     def backward(gradient: Array) -> tuple[Array, list[Array]]:
-        """With ds = p * (do v^T - rowsum(do * o)): dq = ds k, dk = ds^T q, dv = p^T do; dx, dw_q, dw_k, dw_v, dw_o."""
+        """Return dx, dw_q, dw_k, dw_v, dw_o.
+
+        With ds = p * (do v^T - rowsum(do * o)) they follow from dq = ds k, dk = ds^T q and dv = p^T do.
+        """
         out = split_heads(gradient @ w["w_o"].T, length, kv_heads, size)
         scores = out @ values.swapaxes(-1, -2) - (out * attended).sum(axis=-1, keepdims=True)
         scores *= probabilities
@@ -196,14 +199,14 @@ def attention(x: Array, w: Weights, context: Context) -> Layer:
 
 
 def feed_forward(x: Array, w: Weights) -> Layer:
-    """SwiGLU: y = (silu(x gate) * (x up)) down, silu(a) = a sigmoid(a); x and y (N, H)."""
+    """Return SwiGLU, y = (silu(x gate) * (x up)) down with silu(a) = a sigmoid(a). x and y are (N, H)."""
     gate, up = x @ w["gate"], x @ w["up"]
     sigmoid = 0.5 + 0.5 * np.tanh(0.5 * gate)  # cannot overflow, unlike 1 / (1 + exp(-gate))
     silu = gate * sigmoid
     hidden = silu * up
 
     def backward(gradient: Array) -> tuple[Array, list[Array]]:
-        """Return dx and dgate, dup, ddown; silu'(a) = s + silu(a) (1 - s) with s = sigmoid(a)."""
+        """Return dx and dgate, dup, ddown, by silu'(a) = s + silu(a) (1 - s) with s = sigmoid(a)."""
         inner = gradient @ w["down"].T
         from_gate, from_up = inner * up * (sigmoid + silu * (1.0 - sigmoid)), inner * silu
         return from_gate @ w["gate"].T + from_up @ w["up"].T, [x.T @ from_gate, x.T @ from_up, hidden.T @ gradient]
@@ -212,7 +215,7 @@ def feed_forward(x: Array, w: Weights) -> Layer:
 
 
 def block(x: Array, w: Weights, context: Context) -> Layer:
-    """One transformer layer: h = x + attention(norm(x)), y = h + feed_forward(norm(h)); all (N, H)."""
+    """Return a transformer layer, h = x + attention(norm(x)), y = h + feed_forward(norm(h)). All are (N, H)."""
     all_reduce, epsilon = context.all_reduce, context.config.norm_epsilon
     normed, input_norm_backward = rms_norm(x, w["input_norm"], epsilon)
     attended, attention_backward = attention(normed, w, context)
@@ -252,10 +255,11 @@ def stream_gradients(
 ) -> tuple[float, GradientStream]:
     """Return the mean cross-entropy of `tokens` (B, T+1) in nats per byte, and the backward yet to run.
 
-    Tokens are integers below `config.vocab_size`. Each but the first of a row is a target. `all_reduce` adds up the
-    partial sums of all shards: twice in each block here, and twice in its backward. The backward yields gradients as it
-    finishes them, so that an exchange can start while it still runs: ("lm_head", g), ("final_norm", g),
-    (last block, the nine), ..., (0, the nine), ("embedding", g). The weights must not change until its end.
+    Tokens are integers below `config.vocab_size`. Each token except the first of a row is a target. `all_reduce` adds
+    up the partial sums of all shards, twice in the forward of each block and twice in its backward. The backward yields
+    gradients as it finishes them, so that an exchange can start while the backward still runs. It yields ("lm_head",
+    g), ("final_norm", g), (last block, the nine), ..., (0, the nine), ("embedding", g). The weights must not change
+    until its end.
     """
     rows, targets = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
     context = make_context(config, tokens.shape[1] - 1, weights["embedding"].dtype, all_reduce)

@@ -1,4 +1,4 @@
-"""The plot of a run: the loss of each step, the held-out loss, and the entropy that must be beaten."""
+"""The plot of a run, with the loss of each step, the held-out loss, and the entropy that must be beaten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRAIN, _HELD_OUT, _ENTROPY = "#4c72b0", "#c44e52", "#555555"
 
 
 def drawn(record: Record, entropy: float) -> Figure:
-    """The plot of a run; the mean at each step is over about a fortieth of the run, and over less at both ends."""
+    """Return the plot of a run. The mean at each step is over about a fortieth of the run, over less at the ends."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     numbers, losses = [step.number for step in record.steps], np.array([step.loss for step in record.steps])

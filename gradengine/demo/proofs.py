@@ -1,11 +1,13 @@
-"""What the demo claims, each with the figure that shows it: same weights everywhere, learned, same as one process.
+"""The claims of the demo, each with the figure that shows it.
 
-Ranks add their own micro-batches before the sums meet, (a + c) + (b + d), where one process adds ((a + b) + c) + d.
-In fp32 both are right to the last place, and training amplifies last places. So the workers are held to two things: to
-be as near to one process as rounding leaves them; and to be equal, byte for byte, to one process that adds in their
-order. With one micro-batch for each worker both orders are one.
+The ranks end with the same weights, the model has learned, and the weights are those of one process.
 
-Shards of a model add up their own heads and columns first, so they never are one process bit for bit.
+Ranks add up their own micro-batches first, (a + c) + (b + d). One process adds ((a + b) + c) + d. In fp32 both are
+right to the last place, and training amplifies last places. So the workers must meet two conditions. They must be as
+near to one process as rounding allows. They must be equal, byte for byte, to one process that adds in their order. With
+one micro-batch for each worker both orders are the same.
+
+Shards of a model add up their own heads and columns first, so they never equal one process bit for bit.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from gradengine.demo.worker import Finished
 from gradengine.engine.trainer import weights_digest
 
 LIMIT = 1e-2
-"""Of the way trained: in 20 steps the order of additions makes 1e-7 to 1e-3 of it, most where the rate is high, and a
-micro-batch lost in the last step 2e-2. After many more steps order alone makes as much: then too many are compared."""
+"""Largest `distance` of the workers from one process. In 20 steps the order of additions makes 1e-7 to 1e-3, most at a
+high rate. A micro-batch lost in the last step makes 2e-2. After many more steps the order alone makes as much."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A claim, what was measured, what it must be, and whether it is."""
+    """A claim, the measured value, the required value, and whether the claim holds."""
 
     name: str
     claim: str
@@ -39,7 +41,7 @@ class Proof:
 
 
 def prove(record: Record, replays: Mapping[str, Weights], initial: Weights, entropy: float) -> list[Proof]:
-    """Hold a run against its claims: by what `replay_all` gave, the first weights, and the held-out bytes' entropy."""
+    """Check the claims of a run. `replays` is the result of `replay_all`, `entropy` that of the held-out bytes."""
     return [_same_on_all_ranks(record), _learned(record, entropy), *_same_as_one_process(record, replays, initial)]
 
 
@@ -77,9 +79,9 @@ def _same_as_one_process(record: Record, replays: Mapping[str, Weights], initial
 
 
 def distance(weights: Weights, others: Weights, initial: Weights) -> float:
-    """How far two sets of weights are apart, in parts of how far `others` have come from `initial` (L2).
+    """Return the L2 distance of two sets of weights, relative to the distance of `others` from `initial`.
 
-    Infinite where these have not moved, so that no limit holds.
+    The result is infinite if `others` equal `initial`, so that no limit holds.
 
     Example:
         >>> start, end = {"w": np.zeros(2, np.float32)}, {"w": np.array([3, 4], np.float32)}

@@ -1,4 +1,4 @@
-"""The demo's two halves: train on the workers, and replay the beginning of it in one process."""
+"""The two halves of the demo, training on the workers, and a replay of the first steps in one process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gradengine.demo.text import Texts
 from gradengine.demo.worker import Finished, Listening, Step, replay, train_at, train_launched
 from gradengine.exchange import Exchange
 
-Say = Callable[[str, str], None]  # a name and what there is to say of it, one line
+Say = Callable[[str, str], None]  # prints a line, a name and a text
 
 ENVIRONMENT = {
-    # One BLAS thread each: workers share the cores, and a product's bits may depend on how it is divided.
+    # BLAS uses one thread, since workers share the cores, and a product's bits may depend on its division by threads.
     **{f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "MKL", "BLIS")},
     "VECLIB_MAXIMUM_THREADS": "1",
-    # glibc otherwise returns each large array's pages to the system, and faults them in again.
+    # Otherwise glibc returns the pages of each large array to the system, and faults them in again.
     "MALLOC_TRIM_THRESHOLD_": "1000000000",
     "MALLOC_MMAP_THRESHOLD_": "33554432",
 }
-_ROWS = 20  # of steps in a whole run
+_ROWS = 20  # printed lines of a whole run
 
 
 @dataclass
 class Record:
-    """A run: its steps, and how each rank ended."""
+    """The steps of a run, and the result of each rank."""
 
     settings: Settings
     steps: list[Step] = field(default_factory=list)
@@ -47,17 +47,17 @@ class Record:
 
 
 def begin_anew() -> None:
-    """Start this program again, as the same process, if it lacks `ENVIRONMENT`, which is read when NumPy is imported.
+    """Start this program again in the same process if it lacks `ENVIRONMENT`, which NumPy reads when it is imported.
 
-    Call it before joining any group: MPI cannot be started a second time.
+    Call it before joining any group, because MPI cannot be started a second time.
     """
     if not ENVIRONMENT.items() <= os.environ.items():
         command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})  # noqa: S606  (there is nothing for a shell)
+        os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})  # noqa: S606  (needs no shell)
 
 
 def train(settings: Settings, texts: Texts, say: Say, exchange: Exchange | None = None) -> Record:
-    """Train on all workers, and print the progress; starts them, unless `exchange`, rank 0's, says they were launched.
+    """Train on all workers and print the progress. Starts the workers, unless rank 0 of launched ranks has `exchange`.
 
     Raises:
         PeerLost: A worker died.
@@ -106,11 +106,11 @@ def _note(record: Record, say: Say, report: object) -> None:
 
 
 def replay_all(settings: Settings, texts: Texts) -> dict[str, Weights]:
-    """Repeat the beginning of a run, each way in a process of its own; raises as `train`.
+    """Repeat the first steps of a run in two ways, each in a new process. Raises the errors of `train`.
 
     Returns:
-        The weights at the end of "one" process with all micro-batches in order and the model in one piece; and of
-        "ranks", one process that adds as the workers and their shards did.
+        The weights at the end of both ways. "one" adds all micro-batches in order, with the model in one piece. "ranks"
+        adds in the order of the workers and their shards.
     """
     ranks = replace(settings, is_replay=True)
     one = replace(ranks, workers=1, micro_batches=settings.micro_batches_in_all, tensor_parallel=1)

@@ -1,4 +1,4 @@
-"""The settings of a run of the demo: chosen once, sent to every worker, the same on all of them."""
+"""The settings of a run of the demo, which are the same on all workers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from gradengine.demo.model import LlamaConfig
 
 
 class Transport(StrEnum):
-    """How gradients are exchanged: `TCP` starts a process for each rank.
+    """The transport of gradients. `TCP` starts a process for each rank.
 
     With `LAUNCHER` and `MPI` this process is one of the ranks that torchrun, srun or mpiexec has started.
     """
 
     TCP = "tcp"
-    LAUNCHER = "launcher"  # over sockets
+    LAUNCHER = "launcher"  # uses sockets
     MPI = "mpi"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run; `gradengine demo --help` says what each is."""
+    """The settings of a run. `gradengine demo --help` describes them."""
 
     workers: int = 2
     tensor_parallel: int = 1
@@ -33,19 +33,19 @@ class Settings:
     seed: int = 0
     transport: Transport = Transport.TCP
     compared_steps: int = 20
-    evaluations: int = 10  # how often the held-out loss is taken, spread evenly over the run
+    evaluations: int = 10  # number of held-out losses, spread evenly over the run
     model: LlamaConfig = field(default_factory=LlamaConfig)
-    is_replay: bool = False  # only of the compared steps: whole micro-batches are added, and nothing is evaluated
+    is_replay: bool = False  # only the compared steps are made, by whole micro-batches, without held-out losses
 
     @property
     def micro_batches_in_all(self) -> int:
-        """Micro-batches of all workers in each step."""
+        """The number of micro-batches of all workers in each step."""
         return self.workers * self.micro_batches
 
     def share(self, step: int, rank: int) -> range:
-        """The global indexes of the micro-batches that a rank takes of a step, counted from 1.
+        """Return the global indexes of a rank's micro-batches in a step. Steps count from 1.
 
-        All ranks together take each index once; what the step sees does not depend on how many they are.
+        All ranks together take each index once. The micro-batches of a step depend only on their number.
 
         Example:
             >>> list(Settings(workers=2, micro_batches=2).share(step=2, rank=0))
@@ -54,7 +54,7 @@ class Settings:
         return range((step - 1) * self.micro_batches_in_all + rank, step * self.micro_batches_in_all, self.workers)
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether the held-out loss is taken after `step` steps; always after the last.
+        """Return whether the held-out loss is taken after `step` steps. It is always taken after the last step.
 
         Example:
             >>> [step for step in range(1, 11) if Settings(steps=10, evaluations=3).is_evaluated(step)]
@@ -65,7 +65,7 @@ class Settings:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number and its noun, which gets an s unless there is one.
+    """Return the number and its noun, in the plural unless the number is 1.
 
     Example:
         >>> counted(1, "step"), counted(2, "micro-batch"), counted(60, "step")

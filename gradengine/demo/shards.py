@@ -1,4 +1,4 @@
-"""Tensor parallelism of the demo's model: weights cut and united, and a worker's shards, a thread for each."""
+"""Tensor parallelism of the demo's model, which cuts and unites weights, and runs each shard on a thread."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from gradengine.layout.shards import Shard
 
 T = TypeVar("T")
 
-_TIMEOUT_SECONDS = 120.0  # longer than a worker's for other workers: whoever waits for those is not to blame
+# Longer than the timeout between workers, so that an error names the late worker and not a shard that waits for it.
+_TIMEOUT_SECONDS = 120.0
 
 
 @final
 @dataclass(frozen=True)
 class TensorParallelRank:
-    """A shard's place in its worker: use it as a context, so that after its failure the others do not wait."""
+    """A shard's place in its worker. Use it as a context, so that the other shards do not wait after its failure."""
 
     tp_rank: int
-    exchange: Exchange | None  # for the norm and the verdict of a step; None where there is one shard
-    partials: list[Any]  # of all shards, whose list this is
+    exchange: Exchange | None  # carries a step's norm and check, None for one shard
+    partials: list[Any]  # partial sums of all shards, one list for all of them
     barrier: threading.Barrier
 
     def all_reduce(self, partial: Array) -> Array:
-        """The sum over all shards in the order of their ranks: the same bytes for each.
+        """Return the sum over all shards in the order of their ranks, with the same bytes on each.
 
         Raises:
-            PeerLost: Another shard has failed, or is late.
+            PeerLost: A different shard has failed, or is late.
         """
         self.partials[self.tp_rank] = partial
         self._meet()
         total: Array = reduce(np.add, self.partials)
-        self._meet()  # until all have read this one's
+        self._meet()  # waits until all shards have read the partial sums
         return total
 
     def _meet(self) -> None:
@@ -54,26 +55,27 @@ class TensorParallelRank:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # else others may be about to leave their last meeting
+        if kind is not None:  # without a failure, other shards may still be in their last barrier
             self.barrier.abort()
         if self.exchange is not None:
             self.exchange.close()
 
 
 def tensor_parallel_group(tp_size: int) -> list[TensorParallelRank]:
-    """The shards of one worker, each for a thread of its own."""
+    """Return the shards of one worker, each for one thread."""
     exchanges = local_group(tp_size, timeout=_TIMEOUT_SECONDS) if tp_size > 1 else [None]
     partials, barrier = [None] * tp_size, threading.Barrier(tp_size, timeout=_TIMEOUT_SECONDS)
     return [TensorParallelRank(tp_rank, exchange, partials, barrier) for tp_rank, exchange in enumerate(exchanges)]
 
 
 def run_threads(works: Sequence[Callable[[], T]]) -> list[T]:
-    """Run each on a thread of its own; return the results in order.
+    """Run each function on a thread and return the results in order.
 
-    Each must end soon after another has failed: use a `with` block around its exchanges, which ends the others' waits.
+    Each function must end soon after a different one has failed. A `with` block around its exchanges does this, since
+    it ends the waits of the others.
 
     Raises:
-        BaseException: The first failure that is not the loss of a peer; if there is none, the first failure.
+        BaseException: The first failure that is not the loss of a peer. If there is none, the first failure.
 
     Example:
         >>> run_threads([lambda: 1, lambda: 2])
@@ -88,13 +90,13 @@ def run_threads(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def cut(settings: Settings, weights: Mapping[str, Array], tp_rank: int) -> Weights:
-    """A shard's part of the weights, in memory of its own."""
+    """Return a copy of a shard's part of the weights."""
     shards = _shards(settings, tp_rank)
     return {name: shards[name].extract_shard(weight, copy=True) for name, weight in weights.items()}
 
 
 def united(settings: Settings, parts: Sequence[Mapping[str, Array]]) -> Weights:
-    """The whole model's weights, or gradients, from the parts of all shards."""
+    """Return the whole model's weights, or gradients, from the parts of all shards."""
     return {name: shard.merge_shards([part[name] for part in parts]) for name, shard in _shards(settings, 0).items()}
 
 

@@ -1,6 +1,6 @@
-"""Text to learn without a download: the sources of Python's own standard library, or a user's file.
+"""Text to learn without a download, which is the standard library of Python or a user's file.
 
-All here are pure functions of their arguments and of the files read: all workers draw the same micro-batches.
+All functions depend only on their arguments and on the files that they read. All workers draw the same micro-batches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gradengine.errors import CallerError
 Tokens: TypeAlias = npt.NDArray[np.uint8]
 
 MIN_TEXT_BYTES = 10_000
-"""A shorter text leaves too little to hold out for a loss that means anything."""
+"""Fewest bytes of a text. The held-out loss of a shorter text would be meaningless."""
 
 REGION_BYTES = 65_536
 """`split` holds out the end of each region of about this size."""
 
 _LEFT_OUT = {
     *("test", "tests", "idle_test"),
-    *("encodings", "pydoc_data", "__pycache__"),  # generated
-    *("site-packages", "dist-packages", "ensurepip", "lib2to3"),  # installed
+    *("encodings", "pydoc_data", "__pycache__"),  # generated files
+    *("site-packages", "dist-packages", "ensurepip", "lib2to3"),  # installed packages
 }
 
 
@@ -43,9 +43,9 @@ class Texts:
 
 
 def read_texts(path: Path | None, sequence_length: int) -> Texts:
-    """The user's file, in any encoding, or the standard library; a tenth is held out.
+    """Read the user's file, in any encoding, or the standard library. A tenth is held out.
 
-    Raises `CallerError` if it cannot be read, or is too short for a meaningful held-out loss.
+    Raises `CallerError` if the text cannot be read, or is too short for a meaningful held-out loss.
     """
     try:
         text = standard_library_text() if path is None else path.read_bytes()
@@ -63,7 +63,7 @@ def read_texts(path: Path | None, sequence_length: int) -> Texts:
 def standard_library_text(max_bytes: int = 4_000_000, root: Path | None = None) -> bytes:
     """Join the modules of a standard library, by default this interpreter's, in sorted order.
 
-    Tests, installed packages and generated tables are left out, unreadable files skipped; one that is zipped has none.
+    Tests, installed packages, generated tables and unreadable files are skipped. A zipped library gives an empty text.
     """
     text = bytearray()
     for folder, folders, files in os.walk(root or sysconfig.get_path("stdlib")):
@@ -76,10 +76,10 @@ def standard_library_text(max_bytes: int = 4_000_000, root: Path | None = None) 
 
 
 def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:
-    """Divide a text into what is learned and what is held out to test on; no byte is in both.
+    """Divide a text into a part to learn and a held-out part to test on. No byte is in both.
 
-    The last part of every region of 64 KiB is held out, not the tail of the whole: a tail is whatever sorts last, other
-    authors on other matters, and its loss would tell more of that than of the training.
+    The last part of every region of 64 KiB is held out. The tail of the whole text would not do, since it can have
+    other authors and subjects than the rest.
 
     Example:
         >>> split(b"0123456789", 0.2)
@@ -96,7 +96,7 @@ def split(text: bytes, held_out_fraction: float = 0.1) -> tuple[bytes, bytes]:
 
 
 def unigram_entropy(text: bytes) -> float:
-    """Return the entropy of the text's own bytes, nats per byte: no model that ignores context can score lower on it.
+    """Return the entropy of the text's bytes, in nats per byte. No model that ignores context has a lower loss on it.
 
     Example:
         >>> round(unigram_entropy(b"abababab"), 4)  # ln 2
@@ -108,10 +108,10 @@ def unigram_entropy(text: bytes) -> float:
 
 
 def micro_batch(text: bytes, index: int, batch_size: int, sequence_length: int, seed: int = 0) -> Tokens:
-    """Cut `batch_size` windows of the text, longer than one, at places drawn from `seed` and `index` alone.
+    """Cut `batch_size` windows from a text that is longer than a window, at places that `seed` and `index` fix.
 
-    Returns (B, T+1) bytes: `[:, :-1]` are the inputs, `[:, 1:]` the targets. Drawn by `SeedSequence`, whose output
-    NumPy keeps the same in all versions: unlike machines draw alike.
+    Returns (B, T+1) bytes. `[:, :-1]` are the inputs, `[:, 1:]` the targets. `SeedSequence` draws the places, since its
+    output is the same in all versions of NumPy and on all machines.
 
     Example:
         >>> micro_batch(bytes(range(100)), index=0, batch_size=2, sequence_length=3).shape

@@ -1,7 +1,7 @@
-"""The work of each rank of the demo: a model with its optimizer, made distributed by a `DistributedTrainer`.
+"""The work of each rank of the demo, a model with its optimizer, which a `DistributedTrainer` makes distributed.
 
-A replay makes a run's first steps by another path: whole micro-batches, added in one process, where workers stream
-blocks into the exchange while backward runs.
+Workers stream blocks into the exchange while backward runs. A replay repeats a run's first steps in a different way. It
+adds whole micro-batches in one process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gradengine.engine.trainer import DistributedTrainer, weights_digest
 from gradengine.exchange import Exchange, connect, local_group
 from gradengine.layout import GradientLayout
 
-_TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second; a worker that is stopped shall not stop the others long
+_TIMEOUT_SECONDS = 60.0  # a step takes a twentieth of a second, and a stopped worker stops the others this long
 _EVALUATION_BATCHES = 24
 
 
 @dataclass(frozen=True)
 class Listening:
-    """The report that rank 0 listens, with a URL for each shard."""
+    """Rank 0's report that it listens, with a URL for each shard."""
 
     urls: tuple[str, ...]
 
@@ -39,10 +39,10 @@ class Step:
     """The report that all ranks made step `number`, counted from 1."""
 
     number: int
-    loss: float  # the mean of all micro-batches
-    norm: float  # before clipping
-    exchange_seconds: float  # for which rank 0 waited after backward
-    held_out: float | None = None  # the loss of the held-out text, where it was taken
+    loss: float  # mean of all micro-batches
+    norm: float  # norm before clipping
+    exchange_seconds: float  # seconds that rank 0 waited for the exchange after backward
+    held_out: float | None = None  # loss of the held-out text, None if it was not taken
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,20 @@ class Finished:
     """The result of a rank at its end, its shards united."""
 
     rank: int
-    digest: str  # of its last weights
-    compared: Weights  # its weights after the compared steps; none but of rank 0
+    digest: str  # digest of the rank's last weights
+    compared: Weights  # rank 0's weights after the compared steps, empty for other ranks
 
 
-Report: TypeAlias = Callable[[Any], None]  # of one of the above, of `(name, result)`, or of None: that work goes on
+# Called with one of the above, with `(name, result)`, or with None as a sign of life.
+Report: TypeAlias = Callable[[Any], None]
 
 
 @final
 class Learner:
-    """A shard's weights and optimizer; a `LocalTrainer` whose micro-batches are their global indexes.
+    """A shard's weights and optimizer. It is a `LocalTrainer` whose micro-batches are their global indexes.
 
-    Equal settings and texts give equal learners, so workers begin alike without any communication. The shards of a
-    model must do the same at the same time. Each forward is reported as a sign of life.
+    Equal settings and texts give equal learners, so workers start equal without any communication. The shards of a
+    model must make the same calls in the same order. Each forward reports a sign of life.
     """
 
     def __init__(self, settings: Settings, texts: Texts, tp: TensorParallelRank, report: Report) -> None:
@@ -72,11 +73,11 @@ class Learner:
         self._optimizer = AdamW(self.weights)
 
     def stream_backward(self, index: int) -> tuple[float, GradientStream]:
-        """The loss of micro-batch `index`, a step's last, and its gradients as backward finishes them."""
+        """Return the loss of micro-batch `index`, a step's last, and its gradients as backward finishes them."""
         return stream_gradients(self.weights, self._micro_batch(index), *self._model)
 
     def forward_backward(self, index: int) -> tuple[float, Weights]:
-        """The loss of micro-batch `index`, and all its gradients."""
+        """Return the loss of micro-batch `index`, and all its gradients."""
         return forward_backward(self.weights, self._micro_batch(index), *self._model)
 
     def apply_gradients(self, gradients: Mapping[str, Array]) -> None:
@@ -86,7 +87,7 @@ class Learner:
         self._optimizer.step(gradients, self._settings.learning_rate * factor)
 
     def held_out_loss(self) -> float:
-        """Mean cross-entropy of the held-out text in nats per byte, on the same windows every time."""
+        """Return the mean cross-entropy of the held-out text in nats per byte, on the same windows every time."""
         batches = (self._micro_batch(index, self._texts.held_out) for index in range(_EVALUATION_BATCHES))
         return float(np.mean([stream_gradients(self.weights, batch, *self._model)[0] for batch in batches]))
 
@@ -98,7 +99,7 @@ class Learner:
 
 
 def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
-    """The layout of a shard's gradients, in the order in which its backward finishes them."""
+    """Return the layout of a shard's gradients, in the order in which its backward finishes them."""
     model = settings.model
     sizes = (model.hidden_size, model.num_kv_heads * model.head_size, model.intermediate_size, model.vocab_size)
     return GradientLayout.transformer(
@@ -107,7 +108,7 @@ def layout_of(settings: Settings, tp_rank: int) -> GradientLayout:
 
 
 def train_at(settings: Settings, texts: Texts, rank: int, urls: Sequence[str], secret: str, report: Report) -> None:
-    """Train as a rank in a process of its own; rank 0 listens at a URL for each shard, and reports them."""
+    """Train as a rank of separate processes. Rank 0 listens at a URL for each shard, and reports the URLs."""
     group = partial(connect, rank=rank, world_size=settings.workers, secret=secret, timeout=_TIMEOUT_SECONDS)
     with ExitStack() as stack:
         exchanges = [stack.enter_context(group(url)) for url in urls]
@@ -123,12 +124,12 @@ def train_as_threads(settings: Settings, texts: Texts, report: Report) -> None:
 
 
 def join_launched(transport: Transport) -> Exchange:
-    """The exchange of this process, a rank, with the others that a launcher has started."""
+    """Return the exchange of this rank with the others that a launcher has started."""
     return connect("mpi://" if transport is Transport.MPI else None, timeout=_TIMEOUT_SECONDS)
 
 
 def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report: Report) -> None:
-    """Train as the exchange's rank, leave, and report every rank's result: of the others only the digest."""
+    """Train as the exchange's rank, close the exchange, and report every rank's result, of other ranks the digest."""
     (tp,) = tensor_parallel_group(1)
     with exchange:
         end = _finished(settings, exchange.rank, [_make_steps(settings, texts, exchange, tp, report)])
@@ -138,7 +139,7 @@ def train_launched(settings: Settings, texts: Texts, exchange: Exchange, report:
 
 
 def replay(name: str, settings: Settings, texts: Texts, report: Report) -> None:
-    """Replay on threads, and report under a name the weights with which rank 0 ended."""
+    """Replay on threads, and report under `name` the weights with which rank 0 ended."""
 
     def note(what: object) -> None:
         report((name, what.compared) if isinstance(what, Finished) and what.rank == 0 else None)
@@ -147,7 +148,7 @@ def replay(name: str, settings: Settings, texts: Texts, report: Report) -> None:
 
 
 def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange]], report: Report) -> None:
-    """Train the workers of this process, each given as the exchanges of its shards."""
+    """Train the workers of this process, each passed as the exchanges of its shards."""
 
     def train(exchange: Exchange, tp: TensorParallelRank) -> tuple[Weights, Weights]:
         with exchange, tp:
@@ -166,11 +167,11 @@ def _train(settings: Settings, texts: Texts, workers: Sequence[Sequence[Exchange
 def _make_steps(
     settings: Settings, texts: Texts, exchange: Exchange, tp: TensorParallelRank, report: Report
 ) -> tuple[Weights, Weights]:
-    """Make all steps as one shard of one rank; return its parts of what `Finished` is of."""
+    """Make all steps as one shard of one rank. Return its parts of the last and of the compared weights."""
     learner = Learner(settings, texts, tp, report)
     trainer = DistributedTrainer(
         learner, exchange, layout_of(settings, tp.tp_rank), max_norm=settings.max_norm, tp_exchange=tp.exchange,
-        micro_batches=None if settings.is_replay else settings.micro_batches,  # of a known number the last streams
+        micro_batches=None if settings.is_replay else settings.micro_batches,  # a known number lets the last one stream
     )  # fmt: skip
     for number in range(1, 1 + (settings.compared_steps if settings.is_replay else settings.steps)):
         loss = trainer.train_batch(settings.share(number, exchange.rank))

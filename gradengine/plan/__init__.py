@@ -1,6 +1,6 @@
-"""`gradengine plan`: predicts memory of each rank, bytes and seconds of its exchange, before a training run is started.
+"""The command `gradengine plan`, which predicts memory, bytes and seconds of each rank before a training run.
 
-In: a question (model, ranks, bandwidths). Out: a table or JSON. It is arithmetic alone: nothing is run or measured. In
-the order of imports: `models`, `traffic` (of each transport), `prediction` (the question and its answer), `table`,
-`command`.
+The input is a question (model, ranks, bandwidths), the output a table or JSON. It is arithmetic, and runs and measures
+nothing. The files in the order of imports are `models`, `traffic` (of each transport), `prediction` (the question and
+its answer), `table` and `command`.
 """

@@ -1,4 +1,4 @@
-"""`gradengine plan`: its options, and the order of its parts."""
+"""The command `gradengine plan`, with its options and the order of its parts."""
 
 from __future__ import annotations
 
@@ -24,34 +24,42 @@ _OPTIONS = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(
 
 
 def plan(
-    model: Annotated[str, typer.Option(help=f"Model: {', '.join(NAMED)}, or a Llama's config.json.")],
-    bandwidth: Annotated[str, typer.Option(help="Link of each rank, each way: '10 Gbit/s' or '1.25 GB/s'.")],
-    workers: Annotated[int, typer.Option(help="Data-parallel workers, each of --tp ranks.")] = 2,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a worker.")] = 1,
+    model: Annotated[str, typer.Option(help=f"Model ({', '.join(NAMED)}, or the path of a Llama's config.json).")],
+    bandwidth: Annotated[
+        str, typer.Option(help="Bandwidth of each rank's link, each way, as '10 Gbit/s' or '1.25 GB/s'.")
+    ],
+    workers: Annotated[int, typer.Option(help="Number of data-parallel workers, each of --tp ranks.")] = 2,
+    tp: Annotated[int, typer.Option(help="Number of tensor-parallel ranks of a worker.")] = 1,
     tp_bandwidth: Annotated[
-        str | None, typer.Option(help="Link between the ranks of a worker (default: --bandwidth).")
+        str | None, typer.Option(help="Bandwidth between the ranks of one worker (default: --bandwidth).")
     ] = None,
-    socket_bandwidth: Annotated[str, typer.Option(help="Limit of one process's sockets, which NCCL does not use.")] = (
-        f"{SOCKETS.gigabytes_per_second:g} GB/s"
-    ),
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a worker's micro-batch.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a worker in a step.")] = 1,
-    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "float32",
-    optimizer: Annotated[str, typer.Option(help=f"Optimizer: {', '.join(OPTIMIZERS)}.")] = "adamw",
-    device: Annotated[str, typer.Option(help=f"Device of the model: {', '.join(DEVICES)}.")] = "cuda",
+    socket_bandwidth: Annotated[
+        str, typer.Option(help="Largest bandwidth of one process's sockets, which NCCL does not use.")
+    ] = f"{SOCKETS.gigabytes_per_second:g} GB/s",
+    sequence_length: Annotated[int, typer.Option(help="Length of a sequence, in tokens.")] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Number of sequences of a worker's micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Number of micro-batches of a worker in a step.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help=f"Dtype of weights, gradients and activations ({', '.join(DTYPES)}).")
+    ] = "float32",
+    optimizer: Annotated[str, typer.Option(help=f"Optimizer ({', '.join(OPTIMIZERS)}).")] = "adamw",
+    device: Annotated[str, typer.Option(help=f"Device of the model ({', '.join(DEVICES)}).")] = "cuda",
     gpu_gigabytes: Annotated[float, typer.Option(help="Memory of a GPU, in 10^9 bytes.")] = 80.0,
-    tflops: Annotated[float, typer.Option(help="10^12 operations a second that a rank achieves.")] = 100.0,
+    tflops: Annotated[float, typer.Option(help="Speed that a rank achieves, in 10^12 operations a second.")] = 100.0,
     backward_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of a micro-batch's backward, if you measured it.")
+        float | None, typer.Option(help="Measured backward time of a micro-batch, in seconds (replaces --tflops).")
     ] = None,
-    vocab_parallel: Annotated[bool, flag("--vocab-parallel", "Cut the LM head and the embedding too.")] = False,
-    json: Annotated[Path | None, typer.Option(help="File for everything as JSON; -: stdout, without a table.")] = None,
+    vocab_parallel: Annotated[
+        bool, flag("--vocab-parallel", "Cut the LM head and the embedding over the tensor-parallel ranks too.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="JSON file for the whole plan ('-' for stdout, without a table).")
+    ] = None,
 ) -> None:
-    """Predict what a training run takes: memory of a rank, bytes and seconds of its exchange.
+    """Predict the memory of a rank, and the bytes and seconds of its exchange, before a training run.
 
-    This is arithmetic: nothing is run or measured. N workers are data-parallel;
-    each is a group of T tensor-parallel ranks, N x T ranks in all.
+    This is arithmetic, and runs and measures nothing. N workers are data-parallel.
+    Each is a group of T tensor-parallel ranks, so there are N x T ranks.
     """
     writable_json(json)
     loaded, link, sockets = load_model(model), Bandwidth.parse(bandwidth), Bandwidth.parse(socket_bandwidth)

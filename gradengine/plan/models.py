@@ -1,4 +1,4 @@
-"""Transformers that can be planned: four by name, and any Llama by its config.json in the form of Hugging Face."""
+"""Transformers that can be planned, four by name, and any Llama by its config.json in the form of Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from gradengine.errors import CallerError
 from gradengine.layout import GradientLayout
 from gradengine.layout.tensor_parallel import TensorParallelConfig
 
-Embedding: TypeAlias = Literal["own", "tied", "frozen"]  # trained by itself; the LM head's; not trained
+Embedding: TypeAlias = Literal["own", "tied", "frozen"]  # trained separately, tied to the LM head, or not trained
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder of blocks with nine components: four of attention, three of a gated feed-forward, two norms.
+    """A decoder of blocks with nine components, four of attention, three of a gated feed-forward, and two norms.
 
     Raises:
-        CallerError: Heads cannot be divided; both numbers are named.
+        CallerError: Heads cannot be divided. The error names both numbers.
     """
 
-    name: str  # how it is called
-    source: str  # where its sizes are from
+    name: str  # name of the model
+    source: str  # source of its sizes
     hidden_size: int  # H
     num_blocks: int  # transformer blocks
     num_heads: int  # query heads
     num_kv_heads: int  # key-value heads
     intermediate_size: int  # I
     vocab_size: int  # V
-    # Whether the embedding is trained by itself, tied to the LM head, or frozen.
+    # Whether the embedding is trained separately, tied to the LM head, or frozen.
     embedding: Embedding = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -40,12 +40,12 @@ class Model:
 
     @property
     def kv_hidden_size(self) -> int:
-        """Columns of `w_k` and `w_v`."""
+        """The number of columns of `w_k` and `w_v`."""
         return self.hidden_size // self.num_heads * self.num_kv_heads
 
     @property
     def parameters(self) -> int:
-        """Weights of the whole model, a frozen embedding among them.
+        """The number of weights of the whole model, a frozen embedding included.
 
         >>> f"{NAMED['7b'].parameters:,}"
         '6,738,415,616'
@@ -53,12 +53,12 @@ class Model:
         return self.layout().num_elements + self.frozen()
 
     def sharded(self, tp: int, *, vocab_parallel: bool = False) -> TensorParallelConfig:
-        """Return the part of rank 0 of `tp` ranks, as large as any; raises `CallerError` if it cannot be cut so."""
+        """Return the part of rank 0 of `tp` ranks, a largest one. Raises `CallerError` if there is no such cut."""
         sizes = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads
         return TensorParallelConfig(0, tp, *sizes, vocab_parallel=vocab_parallel)
 
     def layout(self, tp: int = 1, *, vocab_parallel: bool = False) -> GradientLayout:
-        """Return the layout of the gradients on one of `tp` ranks; raises `CallerError` if the model cannot be cut so.
+        """Return the layout of the gradients on one of `tp` ranks. Raises `CallerError` if the model cannot be cut so.
 
         >>> NAMED["350m"].layout().nbytes
         1594036224
@@ -68,7 +68,7 @@ class Model:
         return GradientLayout.transformer(*sizes, embedding=self.embedding == "own", tensor_parallel=config)
 
     def frozen(self, tp: int = 1, *, vocab_parallel: bool = False) -> int:
-        """Return the number of elements of one of `tp` ranks that are not trained."""
+        """Return the number of untrained elements on one of `tp` ranks."""
         if self.embedding != "frozen":
             return 0
         return self.sharded(tp, vocab_parallel=vocab_parallel).local_vocab_size(self.vocab_size) * self.hidden_size
@@ -86,8 +86,8 @@ NAMED: Mapping[str, Model] = {
     )
 }
 
-_LARGEST = (10_000_000, 10_000)  # a size; blocks, of which each is nine rows of a layout
-# A family's code may build what no key says: only those are taken whose blocks are known to be a Llama's.
+_LARGEST = (10_000_000, 10_000)  # largest size, and largest number of blocks, each of which is nine rows of a layout
+# A family's code may differ from a Llama without a key for it, so only families with a Llama's blocks are accepted.
 _TAKEN: Mapping[str, tuple[object, ...]] = {
     "model_type": ("llama", "mistral"),
     "hidden_act": ("silu", None),
@@ -101,8 +101,8 @@ def load_model(name: str) -> Model:
     """Return a model by its name, or by the path of a config.json in the form that Hugging Face models have.
 
     Raises:
-        CallerError: No such name or regular file, no JSON, a key that is missing or out of range, or a model that is no
-            Llama. The error names the file and the key.
+        CallerError: There is no such name or regular file, the file is no JSON, a key is missing or out of range, or
+            the model is no Llama. The error names the file and the key.
 
     Example:
         >>> load_model("1b").num_blocks
@@ -112,7 +112,7 @@ def load_model(name: str) -> Model:
         return NAMED[name.lower()]
     path = Path(name)
     try:
-        config = json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe might wait for ever
+        config = json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe may never end
     except (OSError, ValueError, RecursionError) as fault:
         what = f"{said(name)} cannot be read as JSON: {str(fault)[:80]}"
         raise CallerError(what, expected="a Llama's config.json") from None

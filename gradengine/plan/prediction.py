@@ -22,14 +22,14 @@ OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "lion": 4, "momentum": 4, "sgd": 0}
 _COUNTS = {"workers": MOST_RANKS} | dict.fromkeys(("tp", "sequence_length", "batch_size", "micro_batches"), 1 << 20)
 _WORDS = {"dtype": tuple(DTYPES), "optimizer": tuple(OPTIMIZERS), "device": DEVICES}
 _BANDWIDTHS = ("bandwidth", "tp_bandwidth", "socket_bandwidth")
-_RANGES = {  # wide, but such that no sum or product of theirs overflows
+_RANGES = {  # wide ranges in which no sum or product overflows
     "tflops": (1e-9, 1e9, "TFLOP/s"),
     "backward_seconds": (1e-9, 1e9, "seconds"),
     "gpu_gigabytes": (1e-3, 1e9, "GB"),
     **dict.fromkeys(_BANDWIDTHS, (1.0, 1e18, "bytes/s")),
 }
-_FORMAT = 4  # of the JSON: docs/plan.md says what is in it
-_WORTH_IT = 0.05  # of a step: what NCCL must save to be chosen
+_FORMAT = 4  # version of the JSON, which docs/how-to/plan.md describes
+_WORTH_IT = 0.05  # share of a step that NCCL must save to be chosen
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Question:
 
     model: Model  # the transformer
     workers: int  # data-parallel workers, each a group of `tp` ranks
-    bandwidth: Bandwidth  # of each rank's link to the same rank of the other workers, each way
+    bandwidth: Bandwidth  # each way on a rank's link to the same rank of the other workers
     tp: int = 1  # tensor-parallel ranks of a worker
-    tp_bandwidth: Bandwidth | None = None  # of each rank's link within its worker, each way; None: as `bandwidth`
-    socket_bandwidth: Bandwidth = SOCKETS  # what one process sends through its sockets each way, sums included
+    tp_bandwidth: Bandwidth | None = None  # each way on a rank's link within its worker, None for `bandwidth`
+    socket_bandwidth: Bandwidth = SOCKETS  # largest each way through one process's sockets, sums included
     sequence_length: int = 1024  # tokens of a sequence
     batch_size: int = 1  # sequences of a worker's micro-batch
-    micro_batches: int = 1  # of each worker in an optimizer step
-    dtype: str = "float32"  # of weights, gradients and activations
+    micro_batches: int = 1  # micro-batches of each worker in an optimizer step
+    dtype: str = "float32"  # dtype of weights, gradients and activations
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`
-    device: str = "cuda"  # where the model is
+    device: str = "cuda"  # device of the model
     gpu_gigabytes: float = 80.0  # memory of a GPU, in 10^9 bytes
-    tflops: float = 100.0  # 10^12 operations a second that a rank achieves
-    # Of one micro-batch on one rank, measured with its all-reduces; None: computed from `tflops`.
+    tflops: float = 100.0  # speed that a rank achieves, in 10^12 operations a second
+    # Time of one micro-batch on one rank, measured with its all-reduces, or None to compute it from `tflops`.
     backward_seconds: float | None = None
     vocab_parallel: bool = False  # whether embedding and LM head are cut too
 
@@ -70,7 +70,7 @@ class Question:
             if name in _BANDWIDTHS:
                 refuse_other_kind(name, value, Bandwidth, do="use Bandwidth.gigabits or Bandwidth.gigabytes")
                 value = value.bytes_per_second
-            if not least <= as_float(value) <= highest:  # NaN is refused
+            if not least <= as_float(value) <= highest:  # true for NaN too
                 raise out_of_range(name, value, f"{least:g}..{highest:g} {unit}")
 
     @property
@@ -84,39 +84,39 @@ class Question:
 
     @property
     def tp_seconds(self) -> float:
-        """Seconds of a step's all-reduces within a worker."""
+        """The seconds of a step's all-reduces within a worker."""
         return self.cost.seconds_per_step(self.tp_bandwidth or self.bandwidth)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: memory, seconds and traffic."""
+    """The memory, seconds and traffic that answer a question."""
 
-    question: Question  # the question that was asked
-    layout: GradientLayout  # of one rank's gradients
-    # Bytes of one rank without activations, by what they hold: "on_device" is the sum of those before it; "host_rows"
-    # and "pinned_rows" are the most that an exchange over sockets takes of the host's memory.
+    question: Question  # the question of this plan
+    layout: GradientLayout  # layout of one rank's gradients
+    # Bytes of one rank by use, without activations. "on_device" is the sum of the entries before it. "host_rows" and
+    # "pinned_rows" are the most host memory that an exchange over sockets takes.
     memory: Mapping[str, int]
-    forward_seconds: float  # of one micro-batch on one rank, with its all-reduces of tensor parallelism
-    backward_seconds: float  # the same of its backward
-    exchanges: Mapping[str, Traffic]  # by transport, as it is passed to `connect`; none for one worker
+    forward_seconds: float  # forward of one micro-batch on one rank, with its tensor-parallel all-reduces
+    backward_seconds: float  # backward of one micro-batch on one rank, with its tensor-parallel all-reduces
+    exchanges: Mapping[str, Traffic]  # traffic by transport, as it is passed to `connect`, empty for one worker
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which a rank's memory is more than its GPU's; 0 if it fits, or on the CPU."""
+        """The bytes by which a rank's memory exceeds its GPU's, or 0 if it fits or is on the CPU."""
         has = int(1e9 * self.question.gpu_gigabytes)
         return max(0, self.memory["on_device"] - has) if self.question.device == "cuda" else 0
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's micro-batches on one rank."""
+        """The seconds of a step's micro-batches on one rank."""
         return self.question.micro_batches * (self.forward_seconds + self.backward_seconds)
 
     @property
     def choice(self) -> str | None:
-        """The transport to use: NCCL if it shortens a step by more than a twentieth, else tcp://; None for one worker.
+        """The transport to use, NCCL if it shortens a step by more than a twentieth, otherwise tcp://.
 
-        A server is never the choice: its link carries the sets of all workers.
+        It is None for one worker. It is never a server, because its link carries the sets of all workers.
         """
         if not self.exchanges:
             return None
@@ -126,11 +126,11 @@ class Plan:
 
     @property
     def waiting_seconds(self) -> float:
-        """Seconds that a step waits for its exchange after backward, over the transport of `choice`."""
+        """The seconds that a step waits for its exchange after backward, over the transport of `choice`."""
         return self.exchanges[self.choice].exposed_seconds if self.choice else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan in plain types, as docs/plan.md describes."""
+        """Return the plan in plain types, as docs/how-to/plan.md describes."""
         of_cost = ("bytes_per_all_reduce", "bytes_per_step", "link_bytes_per_step")
         return {
             "format": _FORMAT,
@@ -150,10 +150,10 @@ class Plan:
 
 
 def predict(question: Question) -> Plan:
-    """Answer a question.
+    """Return the plan that answers a question.
 
     Raises:
-        CallerError: Heads, sizes or vocabulary cannot be divided by the tensor-parallel ranks; or a measured backward
+        CallerError: Heads, sizes or vocabulary cannot be divided by the tensor-parallel ranks, or a measured backward
             is shorter than the all-reduces in it.
 
     Example:
@@ -185,9 +185,10 @@ def _memory(question: Question, layout: GradientLayout) -> dict[str, int]:
 
 
 def _compute(question: Question, layout: GradientLayout) -> tuple[float, float]:
-    """Return seconds of forward and backward: as measured, or 2 operations a weight and token forward, 4 backward.
+    """Return the seconds of forward and backward of a micro-batch, from the measured backward if there is one.
 
-    Attention's scores and their sum are 4 S operations a token, block and hidden element, over all ranks.
+    Otherwise forward is 2 operations for each weight and token, and backward is 4. The scores of attention and their
+    sum add 4 S operations for each token, block and hidden element, over all ranks.
     """
     all_reduces, backward = question.tp_seconds / question.micro_batches / 2, question.backward_seconds
     if backward is None:

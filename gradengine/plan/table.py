@@ -1,4 +1,4 @@
-"""Prints a plan: the question, two tables, and the transport to use."""
+"""Prints a plan as the question, two tables, and the transport to use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradengine.plan.traffic import NCCL, TCP
 
 _HOW = {
     TCP: "connect() uses shared memory by itself between ranks of one host, which is faster: the same bits.",
-    NCCL: "connect(process_group=torch.distributed.group.WORLD) sums by NCCL in rank order: docs/nccl.md.",
+    NCCL: "connect(process_group=torch.distributed.group.WORLD) sums by NCCL in rank order: docs/how-to/nccl.md.",
 }
 
 size = partial(decimal, precision=2)  # 1594036224 bytes are "1.59 GB"
@@ -45,7 +45,7 @@ def _grid(lines: Iterable[tuple[str, str]]) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
     for name, fact in lines:
-        grid.add_row(name, Text(fact))  # a file's name is no markup
+        grid.add_row(name, Text(fact))  # plain text, since a file's name is no markup
     return grid
 
 

@@ -1,8 +1,8 @@
-"""The bytes that each transport sends to sum a gradient set over W workers, its seconds, and what backward hides.
+"""The bytes and seconds of each transport to sum a gradient set over W workers, and the part that backward hides.
 
-Each rank has one link with its bandwidth in both directions at once, and all links meet in a switch that is never full.
-Spans of the fp32 arena are sent one by one. The few messages that wait for each other are left out: a part, its sum and
-the end of the step take three times a link's latency.
+Each rank has one link, which has its bandwidth in both directions. All links meet in a switch that is never full. Spans
+of the fp32 arena are sent one by one. The latency of messages that wait for each other is not counted. A part, its sum
+and the end of the step take three times a link's latency.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradengine.layout import GradientLayout, Span
 from gradengine.layout.cost import Bandwidth
 
 TCP, SERVED, NCCL = "tcp://", "served=True", "process_group="  # as they are passed to `connect`
-# 100 MB between two ranks take 84.5 ms over tcp://, sums included: docs/measured.md.
+# 100 MB between two ranks take 84.5 ms over tcp://, sums included (docs/project/benchmarks.md).
 SOCKETS = Bandwidth.gigabytes(1.2)
 
 
@@ -24,23 +24,23 @@ SOCKETS = Bandwidth.gigabytes(1.2)
 class Traffic:
     """Bytes and seconds of one step's exchange."""
 
-    busiest_link_bytes: int  # each way, on the link that carries most
-    total_bytes: int  # sent by all ranks, and by the server
-    seconds: float  # of the whole exchange, if nothing hides it
-    exposed_seconds: float  # after the end of backward: what the step waits
+    busiest_link_bytes: int  # bytes each way on the busiest link
+    total_bytes: int  # bytes that all ranks send, and the server
+    seconds: float  # seconds of the whole exchange, if backward hides none
+    exposed_seconds: float  # seconds that the step waits after the end of backward
 
 
 def traffic_of(layout: GradientLayout, workers: int, rate: float, ready: Sequence[float], *, served: bool) -> Traffic:
     """Return the traffic over two or more workers.
 
-    Each rank sums a share of each span: it receives the other parts, and sends the sum to all. A server receives and
-    sends whole sets. A span is sent when it is ready, and the spans before it are sent.
+    Each rank sums a share of each span. It receives the other parts, and sends the sum to all. A server receives and
+    sends whole sets. A span is sent when it is ready and the spans before it are sent.
 
     Args:
         layout: Layout of one rank's gradients.
         workers: Data-parallel workers, at least 2.
         rate: Bytes a second of each link, each way.
-        ready: When each span is ready: `ready_seconds`.
+        ready: Time at which each span is ready, as `ready_seconds` returns it.
         served: Whether a server sums.
 
     Example:
@@ -58,10 +58,10 @@ def traffic_of(layout: GradientLayout, workers: int, rate: float, ready: Sequenc
 
 
 def ready_seconds(layout: GradientLayout, backward_seconds: float, *, tied: bool = False) -> list[float]:
-    """Return when each span is ready, in the order in which spans are sent: seconds from the end of backward, <= 0.
+    """Return when each span is ready, in seconds from the end of backward (<= 0), in the order of sending.
 
-    The number of weights stands for the time that backward takes with them. A tied LM head is ready at the end, when
-    the embedding's part of its gradient is added.
+    The time of backward is taken as proportional to the number of weights. A tied LM head is ready at the end, when the
+    embedding's part of its gradient is added.
 
     Example:
         >>> ready_seconds(GradientLayout.of({"layers.0.w": (32,), "layers.1.w": (32,), "head": (64,)}), 4.0)
@@ -75,5 +75,5 @@ def ready_seconds(layout: GradientLayout, backward_seconds: float, *, tied: bool
 
 
 def weights_multiplied(span: Span) -> int:
-    """Return the number of weights in matrix products; a row of the embedding is only looked up."""
+    """Return the number of weights in matrix products. Rows of the embedding are only looked up."""
     return sum(slot.size for slot in span.slots if slot.name != "embedding")
