@@ -1,15 +1,18 @@
-"""A CuPy training loop that never waits for the GPU: the window and its step are one CUDA graph, AdamW reads the rest.
+"""A CuPy training loop that never waits for the GPU, with the window and its step in one CUDA graph.
 
-    pip install '.[cuda12]'    # in a clone; or '.[cuda13]', as nvidia-smi's CUDA version says
+Shows `engine.capture()`, which records sum, norm and check of four micro-batches once. `graph.replay()` runs them by
+one launch. The step is deferred, so the arena keeps the plain sum. AdamW is one kernel for each parameter. It
+multiplies by `result.factor` (average and clip in one) and reads `result.skipped` in device memory. So scaling needs no
+pass, and a gradient that is not finite needs no `if` on the host.
+
+Install in a clone ('.[cuda12]' or '.[cuda13]', by the CUDA version that nvidia-smi shows) and run:
+
+    pip install '.[cuda12]'
     python examples/cupy_captured_step.py
 
-Four micro-batches leave their gradients in CuPy arrays. `engine.capture()` records their sum, norm and verdict once;
-`graph.replay()` runs that by one launch. The step is deferred: the arena keeps the plain sum, and AdamW, one kernel for
-each parameter, multiplies by `result.factor` (average and clip in one) and looks at `result.skipped` in device memory.
-So there is no pass for the scaling, and no `if` on the host for a gradient that is not finite.
-
-It checks itself against NumPy in float64, step by step: weights, both moments (AdamW's weights hardly feel a factor on
-all gradients), norm and clip scale agree to `TOLERANCE`, and the step with a NaN changes nothing; else it exits with 1.
+The example checks itself against NumPy in float64, step by step. Weights, both moments, norm and clip scale must agree
+to `TOLERANCE`. (A factor on all gradients hardly changes AdamW's weights, but it changes the moments.) The step with a
+NaN must change nothing. Otherwise it exits with 1.
 """
 
 import sys
@@ -22,15 +25,15 @@ from gradengine import GradientEngine, GradientLayout
 try:
     import cupy
 except ModuleNotFoundError:
-    sys.exit("this example needs CuPy and a GPU: pip install 'gradengine[cuda12]', or [cuda13] (see docs/gpu.md)")
+    sys.exit("this example needs CuPy and a GPU: pip install 'gradengine[cuda12]', or [cuda13] (docs/concepts/gpu.md)")
 
 FEATURES, EXAMPLES, MICRO_BATCHES, STEPS, BAD_STEP = 1000, 8, 4, 16, 5
 RATE, BETA1, BETA2, EPSILON, DECAY = OPTIONS = 0.1, 0.9, 0.95, 1e-8, 0.01
 MAX_NORM = 20.0
-TOLERANCE = 1e-5  # of the largest value; fp32 has 6e-8
+TOLERANCE = 1e-5  # relative to the largest value (fp32 rounds by 6e-8)
 NAMES = ("weights", "first moments", "second moments", "norm", "clip scale")
 
-# The model: target = scale * input + shift for each feature, mean squared error over the examples.
+# The model is target = scale * input + shift for each feature. The loss is the mean squared error over the examples.
 backward = cupy.ElementwiseKernel(
     "float32 scale, float32 shift, raw float32 inputs, raw float32 targets",
     "float32 scale_gradient, float32 shift_gradient",
@@ -67,9 +70,9 @@ adamw = cupy.ElementwiseKernel(
 
 
 def train(inputs: Any, targets: Any) -> list[list[Any]]:
-    """What every step left, and its norm and clip scale: copies on the device."""
+    """Return copies of the weights, the moments, the norm and the clip scale after every step, on the device."""
     state = weights, first, second = list(cupy.zeros((3, 2, FEATURES), np.float32))
-    taken = cupy.zeros(1, np.float32)  # steps that were not skipped: only the device knows
+    taken = cupy.zeros(1, np.float32)  # number of steps that were not skipped, counted on the device
     micro_batches = [list(pair) for pair in cupy.zeros((MICRO_BATCHES, 2, FEATURES), np.float32)]
     layout = GradientLayout.of({"scale": (FEATURES,), "shift": (FEATURES,)})
     engine = GradientEngine(layout, "cuda", MAX_NORM, on_non_finite="skip", micro_batches=MICRO_BATCHES)
@@ -90,12 +93,12 @@ def train(inputs: Any, targets: Any) -> list[list[Any]]:
 
 
 def train_plainly(inputs: Any, targets: Any) -> list[list[Any]]:
-    """The same in float64, as one would write it down."""
+    """Return the same values, computed by NumPy in float64."""
     weights, first, second = np.zeros((3, 2, FEATURES))
     taken, history = 0, []
     for step in range(STEPS):
         slopes = 2 / EXAMPLES * (weights[0] * inputs[step] + weights[1] - targets[step])
-        gradient = np.stack([(slopes * inputs[step]).sum(1), slopes.sum(1)]).mean(1)  # over examples; micro-batches
+        gradient = np.stack([(slopes * inputs[step]).sum(1), slopes.sum(1)]).mean(1)  # mean over micro-batches
         norm, clip_scale = np.linalg.norm(gradient), 1.0
         if np.isfinite(norm):
             taken, clip_scale = taken + 1, min(1.0, MAX_NORM / norm)
@@ -109,7 +112,7 @@ def train_plainly(inputs: Any, targets: Any) -> list[list[Any]]:
 
 
 def check(history: list[list[Any]], plain: list[list[Any]]) -> None:
-    """Raise `AssertionError` where the two differ, or the step that should have been skipped was not."""
+    """Raise `AssertionError` if the two differ, or if the step with a NaN was not skipped."""
     for step, (arrays, wanted) in enumerate(zip(history, plain, strict=True)):
         for name, got, exact in zip(NAMES, arrays, wanted, strict=True):
             allowed = TOLERANCE * np.abs(exact).max()
@@ -119,7 +122,7 @@ def check(history: list[list[Any]], plain: list[list[Any]]) -> None:
 
 
 def main() -> None:
-    """Train twice, compare."""
+    """Train in both ways and compare."""
     random = np.random.default_rng(0)
     inputs = random.standard_normal((STEPS, MICRO_BATCHES, EXAMPLES, FEATURES), np.float32)
     targets = 1.5 * inputs - 0.5 + 0.1 * random.standard_normal(inputs.shape, np.float32)

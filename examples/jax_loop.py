@@ -1,15 +1,17 @@
-"""A JAX training loop: micro-batches of unequal size, weighted mean, clip and AdamW, on a tree of parameters.
+"""A JAX training loop with micro-batches of unequal size, a weighted mean, clipping and AdamW, on a parameter tree.
 
-    pip install . jax    # in a clone
+Shows `GradientTree`, which names a tree's arrays for the engine and makes a tree of its result, both without a copy.
+AdamW is plain `jax.tree.map`. Any optimizer that takes a tree of gradients can replace it. `gradengine.jax.multi_steps`
+wraps those of optax (docs/start/jax.md).
+
+Install in a clone and run:
+
+    pip install . jax
     python examples/jax_loop.py
 
-`GradientTree` names the leaves for the engine and makes its result a tree again, without a copy either way. AdamW is
-plain `jax.tree.map`; any optimizer that takes a tree of gradients fits there, and those of optax are wrapped by
-`gradengine.jax.multi_steps` (docs/jax.md).
-
-It checks itself against the same loop in JAX alone, on parameters of its own: sums by `jax.tree.map` in fp32, divided,
-clipped. In each step losses agree to 1e-5 and gradients to 1e-4 of their norm (the two round differently, and each step
-builds on the one before); else it exits with 1.
+The example checks itself against the same loop in JAX alone, which sums by `jax.tree.map` in fp32, divides and clips.
+In each step losses must agree to 1e-5 and gradients to 1e-4 of their norm. Otherwise it exits with 1. The two loops
+round differently, and each step builds on the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ Averaged = Callable[[Any, list[Batch]], tuple[Any, float]]  # parameters, batche
 
 
 def initial_parameters() -> dict[str, Any]:
-    """Two layers, the second without a bias, and a head."""
+    """Return two layers, the second without a bias, and a head."""
     w1, w2, head = jax.random.normal(jax.random.key(0), (3, FEATURES, FEATURES)) / 6
     return {"layers": [{"w": w1, "b": jnp.zeros(FEATURES)}, {"w": w2, "b": None}], "head": head[:, :CLASSES]}
 
@@ -39,14 +41,14 @@ def initial_parameters() -> dict[str, Any]:
 @jax.jit
 @jax.value_and_grad
 def loss_and_gradients(parameters: Any, x: Any, y: Any) -> Any:
-    """The mean cross entropy over a batch."""
+    """Return the mean cross entropy over a batch."""
     for layer in parameters["layers"]:
         x = jnp.tanh(x @ layer["w"] + (0 if layer["b"] is None else layer["b"]))
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ parameters["head"]), y[:, None], axis=1))
 
 
 def steps() -> Iterator[list[Batch]]:
-    """Each step's micro-batches, 8 to 24 rows; the class is which of a row's first numbers is the largest."""
+    """Yield each step's micro-batches of 8 to 24 rows. A row's class is the index of the largest first number."""
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         rows = [rng.standard_normal((8 * int(rng.integers(1, 4)), FEATURES), np.float32) for _ in range(MICRO_BATCHES)]
@@ -54,7 +56,7 @@ def steps() -> Iterator[list[Batch]]:
 
 
 def with_gradengine() -> Averaged:
-    """The engine adds up, averages and clips."""
+    """Return a function that adds up, averages and clips by the engine."""
     tree = GradientTree(initial_parameters())
     engine = GradientEngine(tree.layout, max_norm=MAX_NORM, micro_batches=MICRO_BATCHES)
 
@@ -65,14 +67,14 @@ def with_gradengine() -> Averaged:
             engine.add(tree.gradients(gradients), weight=len(x))
             losses.append(len(x) * float(loss))
         result = engine.step()
-        # With optax `gradengine.jax.multi_steps` does all this, skipped steps included.
+        # For optax, `gradengine.jax.multi_steps` does all of this and handles skipped steps.
         return tree.tree(result.gradients), sum(losses) / result.weight
 
     return averaged
 
 
 def with_jax_alone(parameters: Any, batches: list[Batch]) -> tuple[Any, float]:
-    """The same by hand."""
+    """Return the averaged and clipped gradients and the loss, by JAX alone."""
     weights = [len(x) for x, _ in batches]
     losses, gradients = zip(*(loss_and_gradients(parameters, x, y) for x, y in batches), strict=True)
     mean = jax.tree.map(lambda *g: sum(w * one for w, one in zip(weights, g, strict=True)) / sum(weights), *gradients)
@@ -81,13 +83,13 @@ def with_jax_alone(parameters: Any, batches: list[Batch]) -> tuple[Any, float]:
 
 
 def norm(tree: Any) -> Any:
-    """The global norm, in fp32."""
+    """Return the global norm, in fp32."""
     return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)))
 
 
 @jax.jit
 def adamw(parameters: Any, gradients: Any, mean: Any, square: Any, count: Any) -> tuple[Any, Any, Any]:
-    """One step; what it returns is new memory, so that the arena is free for the next window when it is ready."""
+    """Make one step. The results are new arrays, so the arena is free for the next window when they are ready."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradients)
     square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, square, gradients)
 
@@ -98,18 +100,18 @@ def adamw(parameters: Any, gradients: Any, mean: Any, square: Any, count: Any) -
 
 
 def trained(averaged: Averaged) -> Iterator[tuple[float, Any]]:
-    """Each step's loss and, before the next one writes them anew, its gradients."""
+    """Yield each step's loss and gradients. The next step overwrites the gradients."""
     parameters = initial_parameters()
     mean = square = jax.tree.map(jnp.zeros_like, parameters)
     for count, batches in enumerate(steps(), 1):
         gradients, loss = averaged(parameters, batches)
         yield loss, gradients
         parameters, mean, square = adamw(parameters, gradients, mean, square, count)
-    jax.block_until_ready((parameters, mean, square))  # a process that ends while XLA still computes may be aborted
+    jax.block_until_ready((parameters, mean, square))  # the process may abort if it ends while XLA computes
 
 
 def main() -> None:
-    """Run both loops side by side."""
+    """Run both loops and compare each step."""
     for step, ((loss, got), (expected_loss, expected)) in enumerate(
         zip(trained(with_gradengine()), trained(with_jax_alone), strict=True)
     ):

@@ -1,11 +1,15 @@
-"""One of two ranks is killed in mid-window and starts again alone; the other one waits for it, and the run goes on.
+"""A run that continues after one of two ranks was killed in mid-window and started again.
 
-Shows: a rank that starts again loads its checkpoint first and then joins, by `engine.reconnect(connect(...))`; the rank
+Shows `engine.reconnect(connect(...))`. The rank that starts again loads its checkpoint first and then joins. The rank
 that lost it keeps its window, reconnects and steps again.
 
-Run:    python examples/rejoin.py
+Install in a clone and run:
 
-Checks: both ranks end with the same bytes, and with the weights of a run by hand within 1e-5. Exits with 1 if not.
+    pip install .
+    python examples/rejoin.py
+
+The example checks itself. Both ranks must end with the same bytes, within 1e-5 of the weights of a run by hand.
+Otherwise it exits with 1.
 """
 
 from __future__ import annotations
@@ -29,29 +33,29 @@ LAYOUT = GradientLayout.of({"w": (FEATURES,)})
 
 
 def gradient(weights: Array, step: int, rank: int) -> Array:
-    """Of a mean squared error on this rank's data."""
+    """Return the gradient of a mean squared error on this rank's data."""
     inputs = np.random.default_rng([step, rank]).standard_normal((32, FEATURES), np.float32)
     return inputs.T @ (inputs @ (weights - np.float32(1))) / np.float32(32)
 
 
 def train(rank: int, folder: str, *, is_killed: bool = False) -> None:
-    """Train from the last checkpoint, if there is one, to the end; save one after each step."""
+    """Train to the end, from the last checkpoint if there is one. Save a checkpoint after each step."""
     engine, weights, file = GradientEngine(LAYOUT), np.zeros(FEATURES, np.float32), Path(folder, f"{rank}.npz")
     if file.exists():
         saved = dict(np.load(file))
         weights = saved.pop("my_weights")
-        engine.load_state_dict(saved)  # first: the other rank is at this step
+        engine.load_state_dict(saved)  # must precede `reconnect`, because the other rank is at this step
     exchange = connect(f"unix://{folder}/s", rank, 2)
-    engine.reconnect(exchange)  # then
+    engine.reconnect(exchange)
     while engine.current_step < STEPS:
         engine.add({"w": gradient(weights, engine.current_step, rank)})
         if is_killed and engine.current_step == KILLED_AT:
-            os._exit(9)  # as by kill -9: the window is lost
+            os._exit(9)  # the window is lost, as with kill -9
         try:
             result = engine.step()
         except PeerLost:
             exchange.close()
-            exchange = connect(f"unix://{folder}/s", rank, 2)  # waits until the other rank is there again
+            exchange = connect(f"unix://{folder}/s", rank, 2)  # waits for the other rank
             engine.reconnect(exchange)
             result = engine.step()
         weights -= RATE * result.gradients["w"]
@@ -60,7 +64,7 @@ def train(rank: int, folder: str, *, is_killed: bool = False) -> None:
 
 
 def main() -> int:
-    """Run both ranks, start the killed one again, compare, and say what was found."""
+    """Run both ranks, start the killed rank again, compare, and print the result."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         first, killed, again = (

@@ -1,13 +1,16 @@
-"""Train bf16 parameters with torch, their gradients added up, averaged, clipped in fp32 by gradengine.
+"""A torch training loop with bf16 parameters, whose gradients are added up, averaged and clipped in fp32.
 
-Shows: the whole loop. Micro-batches of unequal length count by their tokens; the averaged and clipped gradient is
-written into the parameters' own `.grad`; any torch optimizer goes on from there.
+Shows the whole loop. Micro-batches of unequal length are weighted by their tokens. The averaged and clipped gradient is
+written into the parameters' `.grad`, from which any torch optimizer continues.
 
-Run:    python examples/torch_loop.py [--device cuda] [--steps 20]
+Install in a clone ('.[cuda12]' or '.[cuda13]' for --device cuda) and run:
 
-Checks: the same step is made by torch alone beside it: `.grad.float()` added up by hand, divided by the tokens, clipped
-by `torch.nn.utils.clip_grad_norm_` in fp32, rounded to bf16. In each step every element must agree within one unit in
-the last place of bf16, and the norms within 1e-5. Exits with 1 where they do not, or where the loss does not fall.
+    pip install . torch
+    python examples/torch_loop.py [--device cuda] [--steps 20]
+
+The example checks itself against the same step by torch alone. torch adds up `.grad.float()`, divides by the tokens,
+clips by `torch.nn.utils.clip_grad_norm_` in fp32 and rounds to bf16. In each step every element must agree within one
+unit in the last place of bf16, and the norms within 1e-5. The loss must fall. Otherwise it exits with 1.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ VOCABULARY, WIDTH, MAX_NORM, LENGTHS = 64, 128, 1.0, (31, 7, 100, 54)
 
 
 def new_model(device: str) -> nn.Module:
-    """A small language model, all of it in bf16."""
+    """Return a small language model in bf16."""
     torch.manual_seed(0)
     hidden = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Linear(WIDTH, VOCABULARY))
@@ -34,7 +37,7 @@ def new_model(device: str) -> nn.Module:
 
 
 def micro_batches(step: int, device: str) -> Iterator[torch.Tensor]:
-    """Texts of several lengths in which each token says which one comes next."""
+    """Yield texts of several lengths in which each token determines the next."""
     generator = torch.Generator().manual_seed(step)
     for length in LENGTHS:
         text = [int(torch.randint(VOCABULARY, (), generator=generator))]
@@ -58,7 +61,7 @@ class TorchsWay:
         self.tokens += tokens
 
     def step(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """The norm, and the gradients averaged, clipped and rounded to bf16."""
+        """Return the norm, and the gradients averaged, clipped and rounded to bf16."""
         means = {name: nn.Parameter(torch.empty_like(total)) for name, total in self.sums.items()}
         for name, mean in means.items():
             mean.grad = self.sums[name] / self.tokens
@@ -67,7 +70,7 @@ class TorchsWay:
 
 
 def units_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How many units in the last place of bf16 two tensors are apart, element by element."""
+    """Return the difference of two tensors in units in the last place of bf16, element by element."""
     counted = [
         torch.where(bits < 0, -(bits & 0x7FFF), bits) for bits in (t.view(torch.int16).int() for t in (one, other))
     ]
@@ -75,9 +78,9 @@ def units_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> int:
-    """Train, compare each step, and say what was found."""
+    """Train, compare each step, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
+    parser.add_argument("--device", default="cpu", help="Device of the model (cpu, cuda or cuda:1).")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
 
@@ -90,7 +93,7 @@ def main() -> int:
         for text in micro_batches(step, arguments.device):
             tokens = len(text) - 1
             model.zero_grad()
-            loss = nn.functional.cross_entropy(model(text[:-1]).float(), text[1:])  # the mean over its tokens
+            loss = nn.functional.cross_entropy(model(text[:-1]).float(), text[1:])  # mean over the text's tokens
             loss.backward()
             engine.add(gradients_of(model), weight=tokens)
             by_torch.add(model, tokens)

@@ -1,12 +1,16 @@
-"""Data parallel training of a torch model on two processes, the gradients summed by gradengine over TCP.
+"""Data-parallel training of a torch model on two processes, with gradients summed by gradengine over TCP.
 
-Shows: each process trains on its own half of the data; `connect` joins them, the engine sums, averages and clips, and
+Shows `connect`, which joins two processes that each train on half of the data. The engine sums, averages and clips, and
 `give_gradients` makes the result the parameters' `.grad` without a copy.
 
-Run:    python examples/torch_two_processes.py [--steps 60]
+Install in a clone and run:
 
-Checks: the weights are the same bytes on both ranks, and each step's loss is that of torch's DistributedDataParallel
-over gloo on the same data within a relative 1e-5. Exits with 1 where they are not. Every wait has a deadline.
+    pip install . torch
+    python examples/torch_two_processes.py [--steps 60]
+
+The example checks itself. The weights must be the same bytes on both ranks. Each step's loss must be within a relative
+1e-5 of the loss with torch's DistributedDataParallel over gloo on the same data. Otherwise it exits with 1. Every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ WORLD_SIZE, MAX_NORM, SECONDS = 2, 0.5, 120.0
 
 
 def new_model() -> nn.Module:
-    """The same weights on every rank."""
+    """Return a model with the same weights on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def train(model: nn.Module, rank: int, steps: int, finish_gradients: Callable[[], object]) -> tuple[list[float], str]:
-    """The loss of each step on this rank's data, and the sha256 of the weights in the end."""
-    # Not Adam, which hardly notices a factor on all gradients: this is to show that they are right.
+    """Train, and return the loss of each step on this rank's data and the sha256 of the last weights."""
+    # SGD shows a wrong factor on all gradients. Adam would hardly change.
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(WORLD_SIZE * step + rank))
@@ -55,8 +59,8 @@ def train(model: nn.Module, rank: int, steps: int, finish_gradients: Callable[[]
 
 
 def with_gradengine(rank: int, steps: int, addresses: Any) -> tuple[list[float], str]:
-    """Gradients summed, averaged and clipped by the engine."""
-    # The system picks a free port for rank 0, which says it on: nobody can take it in between.
+    """Train with gradients that the engine sums, averages and clips."""
+    # The system chooses a free port for rank 0, and rank 0 sends its URL to the others. No process can take the port.
     url = "tcp://127.0.0.1:0" if rank == 0 else addresses.get(timeout=SECONDS / 2)
     with connect(url, rank, WORLD_SIZE, timeout=SECONDS / 3, join_timeout=SECONDS / 2) as exchange:
         if rank == 0:
@@ -72,23 +76,23 @@ def with_gradengine(rank: int, steps: int, addresses: Any) -> tuple[list[float],
 
 
 def torchs_model(rank: int, file: str) -> nn.Module:
-    """A model whose gradients DDP averages in the backward pass."""
+    """Return a model whose gradients DDP averages in the backward pass."""
     distributed.init_process_group("gloo", f"file://{file}", dt.timedelta(seconds=SECONDS / 2), WORLD_SIZE, rank)
     return nn.parallel.DistributedDataParallel(new_model())
 
 
 def work(rank: int, steps: int, addresses: Any, file: str, found: Any) -> None:
-    """One process."""
+    """Train in both ways as one rank and put both results into `found`."""
     torch.set_num_threads(1)
     ours, model = with_gradengine(rank, steps, addresses), torchs_model(rank, file)
     found.put((ours, train(model, rank, steps, lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))))
     found.close()
     found.join_thread()
-    os._exit(0)  # to take gloo's group down hangs for ever once in 20 runs on a busy machine (torch 2.13)
+    os._exit(0)  # skips the shutdown of gloo, which hangs once in 20 runs on a busy machine (torch 2.13)
 
 
 def run(steps: int) -> list[Any]:
-    """What each rank found; fewer than there are ranks where one failed or took too long."""
+    """Return the results of the ranks. A rank that failed or took too long has none."""
     context, deadline = multiprocessing.get_context("spawn"), time.monotonic() + SECONDS
     addresses, found, results = context.Queue(), context.Queue(), list[Any]()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +112,7 @@ def run(steps: int) -> list[Any]:
 
 
 def main() -> int:
-    """Run both ways, compare, and say what was found."""
+    """Train in both ways, compare, and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     results = run(parser.parse_args().steps)
