@@ -159,7 +159,7 @@ def test_a_command_that_is_shown_ends_well(command):
 @pytest.mark.parametrize("function", ["main", "main_over_mpi"])
 def test_what_the_page_defines_runs_under_mpiexec(function):
     page = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
-    status, output, error = mpiexec(4, "-c", f"{page}\n{function}()")
+    status, output, error = mpiexec(4, "-c", f"__name__ = 'page'\n{page}\n{function}()")
     assert status == 0, output + error
     assert output.count("the mean of 4 ranks: [2.5 2.5 2.5 2.5]") == 4, output
 

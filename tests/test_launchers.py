@@ -196,6 +196,6 @@ def test_a_command_that_is_shown_ends_well(command, tmp_path):
 @pytest.mark.parametrize("function", ["main", "main_over_torch"])
 def test_what_the_page_defines_runs_under_torchrun(function, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (tmp_path / "train.py").write_text("\n".join([*blocks, f"{function}()\n"]))
+    (tmp_path / "train.py").write_text("\n".join(['__name__ = "page"', *blocks, f"{function}()\n"]))
     output = said([*TORCHRUN, "--nproc-per-node", "2", tmp_path / "train.py"])
     assert output.count("the mean of 2 ranks: [1.5 1.5 1.5 1.5]") == 2, output
