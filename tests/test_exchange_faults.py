@@ -57,7 +57,7 @@ def flipped(kind, seed, messages):
     assert all(any(name in str(fault) for name in NAMES) for fault in found), (found, flip.hit)
     tag, bit = flip.hit
     if region(bit) != "tag":
-        said = f"what {NAMES[sender]} sent {NAMES[receiver]} was damaged on the way: {words_for(tag)}"
+        said = f"the message from {NAMES[sender]} to {NAMES[receiver]} was damaged on the way: {words_for(tag)}"
         said = f"{NAMES[sender]} sent {NAMES[receiver]} " if region(bit) == "form or size" else said
         assert isinstance(found[receiver], ProtocolError), (found, flip.hit)
         assert str(found[receiver]).startswith(said), (found, flip.hit)
@@ -83,7 +83,7 @@ def test_a_part_that_arrives_as_a_sum_is_an_error_and_the_part_that_it_is_writte
     with Faulty("tcp", 2, (Way(), flip)) as group:
         found = run(workers, group.exchanges, lambda worker: worker.sum(layout.spans[: 2 - worker.exchange.rank]))
     assert flip.hit[0] == 0
-    assert str(found[0]).startswith("what rank 1 sent rank 0 was damaged on the way: the sum of share 1 in step 0")
+    assert str(found[0]).startswith("the message from rank 1 to rank 0 was damaged on the way: the sum of share 1")
     assert isinstance(found[1], PeerLost)
     with Faulty("tcp", 2, (Way(), Way())) as group:
         again = run(workers, group.exchanges)

@@ -172,7 +172,7 @@ def test_another_size_is_refused(links):
     memory = np.zeros(3)
     second.receive(0, 4, memory)
     first.send(1, 4, np.ones(2))
-    with pytest.raises(ProtocolError, match="rank 0 sent rank 1 another size with tag 4"):
+    with pytest.raises(ProtocolError, match="rank 0 sent rank 1 .*wrong size with tag 4"):
         until(2, first, second)
     assert not memory.any()
 
@@ -378,7 +378,7 @@ def test_a_head_that_cannot_be_is_refused_before_anything_is_written(stranger, s
     link.receive(1, 7, memory)
     theirs.send(sent + b"\1" * 32)
     for poll in (partial(until, 1, link), link.poll):
-        with pytest.raises(ProtocolError, match=r"rank 1 sent rank 0 (an invalid head|another size with tag 7)"):
+        with pytest.raises(ProtocolError, match=r"rank 1 sent rank 0 (an invalid head|.*wrong size with tag 7)"):
             poll()
     assert not memory.any()
     assert link.lost == 1
@@ -455,7 +455,7 @@ def test_who_sends_what_nobody_receives_is_held_back_by_the_socket(stranger):
     assert until(1, link) == [[(SEND, 1, 3)]]
     assert theirs.recv(100) == message(3, np.ones(1).tobytes())
     link.receive(1, 8, memory)
-    with pytest.raises(ProtocolError, match="another size with tag 8"):
+    with pytest.raises(ProtocolError, match="wrong size with tag 8"):
         until(1, link)
 
 

@@ -101,7 +101,7 @@ def test_another_size_is_named():
     first.send(1, 7, np.zeros(2))
     error, _ = outcomes(lambda link: link.poll(), [second, first])
     assert isinstance(error, ProtocolError)
-    assert "rank 0 sent rank 1 another size with tag 7: got 16 bytes, expected 24 bytes" in str(error)
+    assert "rank 0 sent rank 1 a message of the wrong size with tag 7: got 16 bytes, expected 24 bytes" in str(error)
 
 
 def test_a_rank_that_does_not_come_is_an_error_on_all_others():

@@ -1,11 +1,12 @@
-"""A link over collectives that a cluster has already, torch's or MPI's: its own fabric carries the data.
+"""A link over the collectives of torch or MPI, which carry the data over the cluster's own network.
 
-The ranks take part in rounds. In a round each rank sends each other rank all messages that it has for that rank: one
-all-to-all of sizes, and one of bytes. A poll is a round, unless messages are here that it can hand out. So a poll waits
-until all ranks poll. That suits an all-reduce: a rank polls as long as something is missing here, and all ranks have
-received the last message of a step in the same round.
+The ranks take part in rounds. In a round each rank sends each other rank all messages that it has for that rank. A
+round is one all-to-all of sizes and one of bytes. A poll makes a round, unless it can return completions that it
+already has. So a poll waits until all ranks poll. This suits an all-reduce. A rank polls as long as it misses a
+message, and all ranks receive the last message of a step in the same round.
 
-A rank that does not come, or that has closed its link, is found at the collectives' own time limit, and is not named.
+A rank that does not poll, or has closed its link, is detected by the time limit of the collectives. The error does not
+name that rank.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gradengine.exchange.links.mpi import MpiLink, finish, own_communicator
 from gradengine.threads import Bell
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-AllToAll: TypeAlias = Callable[[Sequence[Bytes]], Sequence[Bytes]]  # bytes for each rank; returns those from each
+AllToAll: TypeAlias = Callable[[Sequence[Bytes]], Sequence[Bytes]]  # bytes for each rank -> bytes from each rank
 
-COLLECTIVES = "collectives"  # as `connect` takes it
+COLLECTIVES = "collectives"  # the value of `link` in `connect`
 _HEAD = np.dtype([("tag", "<i8"), ("size", "<i8")])
 
 
@@ -34,8 +35,8 @@ class CollectiveLink(Link):
     Args:
         rank: This rank.
         world_size: Ranks in the group.
-        all_to_all: Takes the bytes for each rank, and returns those from each rank, in rank order. All ranks call it
-            together. It raises `PeerLost` if not all of them come in time.
+        all_to_all: Takes the bytes for each rank, and returns the bytes from each rank, in rank order. All ranks call
+            it together. It raises `PeerLost` if not all ranks call it in time.
         way_on: As for `Link`.
     """
 
@@ -46,8 +47,8 @@ class CollectiveLink(Link):
         self.rank, self.world_size, self.way_on = rank, world_size, way_on
         self._all_to_all, self.bell = all_to_all, Bell()
         self._outgoing: list[list[tuple[int, Memory]]] = [[] for _ in range(world_size)]
-        self._open: dict[tuple[int, int], Memory] = {}  # receives, by rank and tag
-        self._arrived: dict[tuple[int, int], Bytes] = {}  # messages that nobody receives yet
+        self._open: dict[tuple[int, int], Memory] = {}  # open receives, keyed by (rank, tag)
+        self._arrived: dict[tuple[int, int], Bytes] = {}  # messages without an open receive
         self._over: list[Completion] = []
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
@@ -76,7 +77,7 @@ class CollectiveLink(Link):
     # ---- inside ----
 
     def _make_round(self) -> None:
-        """Exchange all messages that are to be sent, with all ranks."""
+        """Exchange all queued messages with all ranks."""
         outgoing, self._outgoing = self._outgoing, [[] for _ in range(self.world_size)]
         sent = [_frames(messages) for messages in outgoing]
         received = self._all_to_all(sent)
@@ -101,11 +102,11 @@ class CollectiveLink(Link):
 
 
 def link_over_mpi(communicator: Any, timeout: float) -> CollectiveLink:
-    """Make this rank's link over MPI's all-to-all; called on all ranks of the communicator together.
+    """Make this rank's link over MPI's all-to-all. All ranks of the communicator call this together.
 
     Args:
-        communicator: An mpi4py communicator, of which the link uses a duplicate; None for all ranks of the job.
-        timeout: Seconds in which all ranks must call this, and take part in each round.
+        communicator: An mpi4py communicator, which the link duplicates. None means all ranks of the job.
+        timeout: Seconds within which all ranks must call this, and take part in each round.
 
     Raises:
         DeviceUnavailable, CallerError, PeerLost: As `MpiLink`.
@@ -125,7 +126,7 @@ def link_over_mpi(communicator: Any, timeout: float) -> CollectiveLink:
 
 
 def _frames(messages: Sequence[tuple[int, Memory]]) -> Bytes:
-    """Return messages one after the other, each after its tag and size."""
+    """Return the bytes of all messages, each after a head with its tag and size."""
     pieces = [np.empty(0, np.uint8)]
     for tag, memory in messages:
         pieces += [np.array([(tag, memory.nbytes)], _HEAD).view(np.uint8), _bytes(memory)]

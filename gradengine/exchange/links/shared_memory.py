@@ -1,15 +1,15 @@
-"""A link between processes of one host: a rank reads what another sends in that rank's own memory.
+"""A link between processes of one host. A receiver copies from the sender's memory, or reads it in place.
 
-Memory in a shared mapping is lent: a message over a Unix socket says at which offset, and the first such message
-carries the descriptor of the memory, which the receiver maps for reading. When the receiver has copied it, or has read
-what it borrowed, an empty message says so, and only then the send is over. All else is sent over the socket.
+A sender lends memory in a shared mapping. It sends the memory's offset and size in a message over a Unix socket. The
+first such message carries the descriptor of the mapping, which the receiver maps for reading. After the receiver has
+copied or read the memory, it sends an empty message. Only then the send is over. Memory outside of shared mappings is
+sent over the socket.
 
-All messages have checksums. Lent memory is not sent, and has none: a checksum would cost both ranks one more pass over
-memory.
+All messages have checksums. Lent memory has none, because a checksum would cost both ranks one more pass over memory.
 
-A rank that closes does not wait for ranks that read what it has lent, since they may be stopped; its user may then
-overwrite that memory. But its connections have ended before that, and a rank that has read checks this: if they have
-ended, it discards what it has read.
+A rank that closes does not wait for ranks that still read its memory, because they may be stopped. Its user may then
+overwrite that memory. But its connections have ended before that. A rank checks the connection after each read, and
+discards the data if the connection has ended.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from gradengine.errors import ExchangeError, ProtocolError
 from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, Completion, Memory
 from gradengine.exchange.links.sockets import EMPTY, Connection, SocketLink
 
-_LENT, _RELEASED = 1 << 22, 1 << 23  # in tags: where what is sent lies (offset, size); that it has been read (nothing)
+# Bits of tags. A message with `_LENT` holds the offset and size of lent memory. One with `_RELEASED` is empty, and
+# reports that lent memory was read.
+_LENT, _RELEASED = 1 << 22, 1 << 23
 _PLACE = struct.Struct("<QQ")
 _NOTHING: Memory = np.empty(0, np.uint8)
 
 
 @final
 class SharedMemoryLink(SocketLink):
-    """One rank's transfers with other processes of its host; see `SocketLink`. Borrowed memory is fp32.
+    """One rank's transfers with other processes of its host (see `SocketLink`). Borrowed memory is fp32.
 
     Args:
         rank: This rank.
-        connections: For each other rank one connected Unix socket; closed with the link.
+        connections: A connected Unix socket for each other rank. The link closes them.
     """
 
     reads_in_place = True
     _tags = range(1 << 24)
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], *, hub: int | None = None) -> None:
-        self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # by rank and tag, until it is released
+        self._lent: dict[tuple[int, int], tuple[Memory, SharedMemory]] = {}  # keyed by (rank, tag)
         self._borrowed: dict[tuple[int, int], Memory] = {}
-        self._copied: set[Completion] = set()  # what says so, until it is sent
-        self._shown: dict[int, SharedMemory] = {}  # what each rank has mapped of this one
-        self._mapped: dict[int, Memory] = {}  # of each rank
-        self._left: set[int] = set()  # ranks that were gone when their memory had been read
+        self._copied: set[Completion] = set()  # releases of copied messages, until they are sent
+        self._shown: dict[int, SharedMemory] = {}  # this rank's memory that each rank has mapped
+        self._mapped: dict[int, Memory] = {}  # each rank's memory, as mapped by this rank
+        self._left: set[int] = set()  # ranks that were gone after their memory had been read
         self._ends = {peer: select.poll() for peer in connections}
         for peer, connection in connections.items():
             self._ends[peer].register(connection, select.POLLRDHUP)
@@ -78,7 +80,7 @@ class SharedMemoryLink(SocketLink):
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         super().receive(peer, tag, memory)
-        self.borrow(peer, tag)  # or so: whichever comes
+        self.borrow(peer, tag)  # the sender decides whether it sends or lends
 
     def borrow(self, peer: int, tag: int) -> None:
         super().receive(peer, tag | _LENT, np.empty(_PLACE.size, np.uint8))
@@ -90,7 +92,7 @@ class SharedMemoryLink(SocketLink):
             if self._has_left(peer):
                 connection = self._connections[peer]
                 connection.held = None
-                while not connection.has_ended:  # its last message says why it left
+                while not connection.has_ended:  # its last message holds the reason
                     self._move(connection)
                 self._refuse_lost()
             self._queue(Completion(SEND, peer, tag | _RELEASED), _NOTHING, at_once=True)
@@ -106,7 +108,7 @@ class SharedMemoryLink(SocketLink):
         kind, peer, tag = transfer
         own, memory = tag % _LENT, self._open.pop(transfer)
         if is_damaged or tag == own:
-            if kind == RECEIVE:  # in one of the two ways
+            if kind == RECEIVE:  # the message was either sent or lent
                 self._open.pop(transfer._replace(tag=tag ^ _LENT), None)
             self._over.append(Completion(DAMAGED if is_damaged else kind, peer, own))
         elif tag & _LENT and kind == SEND:
@@ -121,13 +123,13 @@ class SharedMemoryLink(SocketLink):
             self._over.append(Completion(RECEIVE, peer, own))
 
     def _take(self, peer: int, tag: int, start: int, size: int) -> None:
-        """Copy what a rank lends, or let it be borrowed."""
+        """Copy memory that a rank lends, or borrow it."""
         receipt, whole = Completion(SEND, peer, tag | _RELEASED), self._mapped.get(peer, _NOTHING)
-        self._open[receipt] = EMPTY  # also where it is never sent: then the rank is missed
+        self._open[receipt] = EMPTY  # stays open if it is never sent, so that the loss of the rank is reported
         source, sink = whole[start : start + size], self._open.pop(Completion(RECEIVE, peer, tag), None)
         if source.size != size or (sink is None and (start % 4 or size % 4)):
-            what = f"rank {peer} lends rank {self.rank} a range that cannot be, with tag {tag}"
-            expected = f"within {whole.size}, and of fp32 to be borrowed"
+            what = f"rank {peer} lends rank {self.rank} an invalid range of memory with tag {tag}"
+            expected = f"a range within {whole.size} bytes, of whole fp32 values if it is borrowed"
             raise ProtocolError(what, got=f"{size} bytes from {start}", expected=expected)
         if sink is None:
             self._borrowed[peer, tag] = source.view(np.float32)
@@ -141,7 +143,7 @@ class SharedMemoryLink(SocketLink):
             self._queue(receipt, _NOTHING, at_once=True)
 
     def _has_left(self, peer: int) -> bool:
-        """Whether a rank has ended its connection, so that what was read of its memory since may be overwritten."""
+        """Return whether a rank has ended its connection, so that memory read from it may have been overwritten."""
         if self._ends[peer].poll(0):
             self._left.add(peer)
         return peer in self._left
@@ -151,30 +153,30 @@ class SharedMemoryLink(SocketLink):
         if connection.held is None:
             return
         peer, tag = connection.peer, connection.held
-        if peer in self._left:  # else it would be missed only after what is held
+        if peer in self._left:  # the held message may never be received, and would hide the loss
             raise self._gone(peer)
         if tag & _RELEASED or Completion(RECEIVE, peer, tag | _LENT) in self._open:
-            what = f"rank {peer} sent rank {self.rank} what it should lend, or has read what was not lent"
+            what = f"rank {peer} sent rank {self.rank} data that it should lend, or released what was not lent"
             raise ProtocolError(what, got=f"tag {tag}", do="use shared memory on all ranks")
 
     def _fill(self, connection: Connection) -> int:
         if connection.receiving is not None:
             return super()._fill(connection)
-        peer, room = connection.peer, socket.CMSG_LEN(array.array("i").itemsize)  # for one descriptor
+        peer, room = connection.peer, socket.CMSG_LEN(array.array("i").itemsize)  # bytes for one descriptor
         count, brought, flags, _ = connection.socket.recvmsg_into([connection.missing], room, socket.MSG_CMSG_CLOEXEC)
         for _, _, descriptors in brought:
             (descriptor,) = array.array("i", descriptors)
             self._map(peer, descriptor)
         if flags & socket.MSG_CTRUNC:
             what, do = f"the descriptor that rank {peer} sent rank {self.rank} was not received", "raise ulimit -n"
-            raise ProtocolError(what, expected="one, and room for one more in this process", do=do)
+            raise ProtocolError(what, expected="one descriptor, within this process's limit of open files", do=do)
         return count
 
     def _map(self, peer: int, descriptor: int) -> None:
-        """Map another rank's memory, instead of what it had before."""
+        """Map a rank's memory in place of the mapping that it had before."""
         try:
             self._mapped[peer] = mapped(descriptor)
-        except (OSError, ValueError) as fault:  # of a limit of this process, or it is no shared memory
+        except (OSError, ValueError) as fault:  # a limit of this process, or no shared memory
             what = f"rank {self.rank} cannot map the memory of rank {peer} ({fault})"
             raise ExchangeError(what, do='raise ulimit -v and -n, or pass link="unix" on all ranks') from None
         finally:

@@ -1,7 +1,7 @@
-"""A link over connected stream sockets, TCP, TLS or Unix: from the sender's memory to the receiver's, without a thread.
+"""A link over connected stream sockets (TCP, TLS or Unix). It sends from and receives into memory without a thread.
 
-A message is one frame of docs/wire.md. Nothing after its head is read until a receive for its message is open: so the
-socket holds back messages that are not received yet, and our memory does not grow by them.
+A message is one frame of docs/specs/wire.md. Nothing after its head is read until a receive for the message is open.
+So the socket holds back messages that are not received yet, and this process's memory does not grow by them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from gradengine.exchange.tls import reason_of
 from gradengine.exchange.wire import HEAD_BYTES, checksum, head, head_of
 from gradengine.threads import Bell
 
-_FAREWELL = 1 << 21  # the tag of a link's last message, above all others; checksum: the rank it has lost plus 1, or 0
+# The tag of a link's last message, above all other tags. Its checksum is the lost rank plus 1, or 0 if none is lost.
+_FAREWELL = 1 << 21
 _TCP_INFO = struct.Struct("=24xI28xI")  # Linux: packets without an acknowledgement, and ms since the last one
-# A machine that vanishes is noticed 20 s after the last byte from it, if nothing is on its way there: else a link must
-# look, see `has_vanished`. macOS has TCP_KEEPALIVE for TCP_KEEPIDLE.
+# Keepalive detects a vanished machine 20 s after the last byte from it, if no data is in flight to it. Otherwise a link
+# must call `has_vanished`. macOS has TCP_KEEPALIVE instead of TCP_KEEPIDLE.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_UNIX_SEND_BYTES = 1 << 20  # Linux's default is 208 KB: four times the wakeups
-_DISCARDED_BYTES = 1 << 22  # read and dropped at a close, so that it is no reset, which ends what is on its way
+_UNIX_SEND_BYTES = 1 << 20  # Linux's default of 208 KB causes four times as many wakeups
+# Bytes that a close reads and drops at most. A close with unread bytes is a reset, which discards data in flight.
+_DISCARDED_BYTES = 1 << 22
 EMPTY = memoryview(bytearray())
 
 
@@ -45,8 +47,8 @@ class SocketLink(Link):
 
     Args:
         rank: This rank.
-        connections: For each other rank the connection with it; closed with the link.
-        hub: See `Link`: then a rank's connection is with the server alone, and the server's are with all ranks.
+        connections: The connection with each other rank. The link closes them.
+        hub: See `Link`. With a hub a rank is connected with the server only, and the server with all ranks.
     """
 
     bell: _SocketBell
@@ -62,9 +64,10 @@ class SocketLink(Link):
         }
         self._open: dict[Completion, memoryview] = {}
         self._over: list[Completion] = []
-        # Why transfers with a rank will not be over: an error, or the rank that it says it has lost, perhaps itself.
+        # The reason why transfers with a rank will never be over. It is an error, or the rank named in the rank's
+        # farewell as lost, or the rank itself.
         self._faults: dict[int, int | PeerLost | ProtocolError] = {}
-        self._lock = threading.Lock()  # while sockets and memory are used
+        self._lock = threading.Lock()  # held while sockets and memory are used
         self.bell = _SocketBell(self._lock, self._connections.values())
         _links.add(self)
 
@@ -83,7 +86,7 @@ class SocketLink(Link):
     def poll(self) -> list[Completion]:
         with self._lock:
             self.refuse_closed()
-            # Until something is over, which is then still in the cache, or nothing can be moved.
+            # Stop when a transfer is over, because its data is still in the cache, or when nothing can be moved.
             while not self._over and (ready := self.bell.ready()):
                 for connection in ready:
                     self._move(connection)
@@ -96,26 +99,27 @@ class SocketLink(Link):
         return {peer: each.held for peer, each in self._connections.items() if each.held is not None}
 
     def refuse_vanished(self) -> None:
-        with contextlib.suppress(OSError):  # another thread closes the link
+        with contextlib.suppress(OSError):  # another thread may close the link
             for peer, connection in [*self._connections.items()]:
                 if has_vanished(connection.socket):
                     self.lost = peer
                     raise self._gone(peer, f"its machine has answered nothing for {VANISHED_SECONDS:g} s")
 
     def gone(self) -> list[int]:
-        """The ranks that have closed their links, or whose connections are lost."""
+        """Return the ranks that have closed their links, or whose connections are lost."""
         return [peer for peer, each in self._connections.items() if each.has_ended]
 
     def traffic(self) -> list[tuple[int, str, int, int]]:
-        """For each rank its number, its address, and the bytes that were received from it and sent to it."""
+        """Return each rank's number, its address, and the bytes that were received from it and sent to it."""
         ordered = sorted(self._connections.items())
         return [(peer, origin(each.socket), each.received, each.sent) for peer, each in ordered]
 
     def refuse_unsaid(self, missed: Collection[int] = ()) -> None:
-        """Raise for a rank that is gone: one of `missed`, one that has not said so, or one that left for another."""
+        """Raise for a lost rank that is in `missed`, sent no farewell, or closed because of a different rank."""
         said = self._said()
         if gone := [peer for peer in self._faults if peer in missed or said.get(peer) != peer]:
-            # The one that was lost first, if none says another: some may have closed for that amid a message.
+            # Prefer a rank that names a different lost rank. Otherwise take the rank that was lost first, because other
+            # ranks may have closed for that reason in the middle of a message.
             peer = min(gone, key=lambda peer: said.get(peer, peer) == peer)
             if isinstance(fault := self._faults[peer], int):
                 raise self.lost_by(peer, fault)
@@ -124,7 +128,7 @@ class SocketLink(Link):
 
     def close(self) -> None:
         self.is_closed = True
-        self.bell.end()  # whoever waits for it has the lock
+        self.bell.end()  # a thread that waits for the bell holds the lock
         with self._lock:
             for connection in self._connections.values():
                 self._leave(connection)
@@ -153,18 +157,18 @@ class SocketLink(Link):
         self._over.append(transfer._replace(kind=DAMAGED) if is_damaged else transfer)
 
     def _refuse_lost(self) -> None:
-        """Raise for a rank whose transfers will never be over, once all that it had sent before was received."""
+        """Raise an error for a rank whose transfers will never be over, after all of its messages were received."""
         missed = {transfer.peer for transfer in self._open} & self._faults.keys()
-        # A rank that has left for another one ends the group also where nothing more was to come from it.
+        # A rank that closed because of a different rank ends the group, even if no message from it is missing.
         if missed or (self._open and any(fault != peer for peer, fault in self._said().items())):
             self.refuse_unsaid(missed)
 
     def _said(self) -> dict[int, int]:
-        """By rank that has closed its link, the rank that it says it has lost, perhaps itself."""
+        """Return, for each rank that sent a farewell, the rank that it named as lost, or the rank itself."""
         return {peer: fault for peer, fault in self._faults.items() if isinstance(fault, int)}
 
     def _move(self, connection: Connection) -> None:
-        """Receive and send what can be now, until one receive is over or nothing more can be done."""
+        """Receive and send without waiting, until one receive is over or nothing more can be done."""
         try:
             if connection.held is None and not connection.has_ended:
                 self._read(connection)
@@ -175,21 +179,21 @@ class SocketLink(Link):
             connection.has_ended = True
         self._push(connection)
         if connection.held is None and not connection.has_ended and connection.pending():
-            self.bell.due.append(connection)  # TLS has received more already
+            self.bell.due.append(connection)  # TLS has already received more
 
     def _push(self, connection: Connection) -> None:
-        """Send until there is no room, and let the bell ring when there is more to do."""
+        """Send until the socket is full, and let the bell ring when there is more to do."""
         try:
             while connection.outgoing:
                 self._write(connection)
         except BlockingIOError:
             pass
-        except OSError as fault:  # what came before is still to be received
+        except OSError as fault:  # earlier messages of the rank can still be received
             self._fail(connection, fault)
         self.bell.watch(connection)
 
     def _read(self, connection: Connection) -> None:
-        """Receive until there is no more, a payload is complete, or no receive is open for the next message."""
+        """Receive until no data is left, a payload is complete, or no receive is open for the next message."""
         while True:
             while connection.missing:
                 count = self._fill(connection)
@@ -208,11 +212,11 @@ class SocketLink(Link):
                 return
 
     def _fill(self, connection: Connection) -> int:
-        """Receive some of the missing bytes; returns how many."""
+        """Receive some of the missing bytes, and return their number."""
         return connection.socket.recv_into(connection.missing)
 
     def _place(self, connection: Connection) -> None:
-        """Find the memory for what a head announces."""
+        """Find the memory for the payload that a head announces."""
         peer = connection.peer
         tag, connection.checksum, size = head_of(connection.head, connection.says, self._tags)
         if tag == _FAREWELL:
@@ -249,11 +253,11 @@ class SocketLink(Link):
             self._end(transfer)
 
     def _attached(self, transfer: Completion) -> Sequence[tuple[int, int, Any]]:
-        """Ancillary data of a message, as `sendmsg` takes it."""
+        """Return the ancillary data of a message for `sendmsg`."""
         return ()
 
     def _fail(self, connection: Connection, fault: OSError | PeerLost | ProtocolError) -> None:
-        """Send nothing more to a rank, and keep its first fault, to be raised."""
+        """Stop sending to a rank, and keep its first fault to be raised."""
         if isinstance(fault, OSError):
             fault = self._gone(connection.peer, f"the connection with it is lost ({reason_of(fault)})")
         self._faults.setdefault(connection.peer, fault)
@@ -276,19 +280,19 @@ class SocketLink(Link):
 
 
 def origin(connection: socket.socket) -> str:
-    """The host at the other end of a connection, for people."""
+    """Return the host at the other end of a connection, for display."""
     if connection.family == socket.AF_UNIX:
         return "this host"
     try:
-        return str(connection.getpeername()[0]).removeprefix("::ffff:")  # IPv4, where a socket listens for both
+        return str(connection.getpeername()[0]).removeprefix("::ffff:")  # IPv4 at a socket that listens for both
     except OSError:
         return "gone"
 
 
 def has_vanished(connection: socket.socket) -> bool:
-    """Whether the machine at the other end answers nothing any more; that of a process which is only stopped does.
+    """Return whether the machine at the other end no longer answers. The machine of a stopped process still answers.
 
-    Keepalive finds this only where nothing is on its way there.
+    Keepalive detects this only if no data is in flight to the machine.
     """
     if sys.platform != "linux" or connection.family == socket.AF_UNIX:
         return False
@@ -298,11 +302,11 @@ def has_vanished(connection: socket.socket) -> bool:
 
 
 def set_options(connection: socket.socket) -> None:
-    """Set the options that make a socket fast, and that notice a machine that vanishes."""
+    """Set the options that make a socket fast, and that detect a machine that vanishes."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
         return
-    with contextlib.suppress(OSError):  # macOS: the other end is gone already, as reading will show
+    with contextlib.suppress(OSError):  # raised by macOS if the other end is gone, which the next read reports
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
@@ -315,19 +319,19 @@ class Connection:
     """A socket, and the messages that are being sent and received over it."""
 
     def __init__(self, peer: int, connection: socket.socket, says: str) -> None:
-        self.peer, self.socket, self.says = peer, connection, says  # how errors of its messages begin
+        self.peer, self.socket, self.says = peer, connection, says  # `says` begins errors about its messages
         self.pending: Callable[[], int] = getattr(connection, "pending", int)  # bytes that TLS has deciphered
         self.outgoing: deque[Completion] = deque()
-        self.parts: list[memoryview] = []  # what is left of the first of them, once it is being sent
+        self.parts: list[memoryview] = []  # the rest of the first outgoing message, while it is sent
         self.head = bytearray(HEAD_BYTES)
-        self.attached: Sequence[tuple[int, int, Any]] = ()  # what goes with the first byte of them
-        self.missing = memoryview(self.head)  # what is not received of a head or payload
-        self.receiving: Completion | None = None  # whose payload is received
-        self.checksum = 0  # that its head announces
-        self.held: int | None = None  # the tag of the head, where nobody receives what it announces
-        self.has_ended = False  # nothing is received any more
+        self.attached: Sequence[tuple[int, int, Any]] = ()  # ancillary data for the first byte of `parts`
+        self.missing = memoryview(self.head)  # the missing rest of a head or payload
+        self.receiving: Completion | None = None  # the receive whose payload is being read
+        self.checksum = 0  # the checksum in the head of the message being read
+        self.held: int | None = None  # the tag of a head without an open receive
+        self.has_ended = False  # whether no more is received
         self.received = self.sent = 0  # bytes
-        self.events = 0  # that the bell is rung for
+        self.events = 0  # the selector's events that ring the bell
         connection.setblocking(False)
         set_options(connection)
         close_in_children(connection)
@@ -335,11 +339,11 @@ class Connection:
 
 @final
 class _SocketBell(Bell):
-    """A bell that connections ring too, while they can be read or written; a thread waits for it under the lock."""
+    """A bell that connections also ring while they can be read or written. A thread waits for it under the lock."""
 
     def __init__(self, lock: threading.Lock, connections: Iterable[Connection]) -> None:
         self._lock, self._rope_lock = lock, threading.Lock()
-        # To be moved though nothing else rings for them. At first these are all: TLS may have read more.
+        # Connections to move although nothing rings for them. At first these are all, because TLS may have read more.
         self.due = [*connections]
         self._selector = selectors.DefaultSelector()
         self._bell, self._rope = socket.socketpair()
@@ -348,7 +352,7 @@ class _SocketBell(Bell):
         self._selector.register(self._bell, selectors.EVENT_READ)
 
     def ring(self) -> None:
-        with contextlib.suppress(OSError), self._rope_lock:  # it is full of rings, or closed
+        with contextlib.suppress(OSError), self._rope_lock:  # the rope is full of rings, or closed
             self._rope.send(b"\0")
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -359,7 +363,7 @@ class _SocketBell(Bell):
             return is_rung
 
     def watch(self, connection: Connection) -> None:
-        """Let a connection ring the bell when it can be read or written, if that is to be done."""
+        """Let a connection ring the bell when it can be read or written, if it has data to read or write."""
         reads = connection.held is None and not connection.has_ended
         events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(connection.outgoing)
         if events == connection.events:
@@ -373,19 +377,20 @@ class _SocketBell(Bell):
         connection.events = events
 
     def ready(self) -> list[Connection]:
-        """The connections that are due, or else those that can be read or written now."""
+        """Return the connections that are due. If there are none, return those that can be read or written now."""
         if self.due:
             due, self.due = [*dict.fromkeys(self.due)], []
             return due
         return [key.data for key, _ in self._selector.select(0) if key.data is not None]
 
     def end(self) -> None:
-        """End the wait that is under way, and each later one at once."""
-        with self._rope_lock:  # else another thread might ring a file that gets its number
+        """End the current wait and all later ones."""
+        # Without the lock a different thread might write to a new file with the same descriptor.
+        with self._rope_lock:
             self._rope.close()
 
     def close(self) -> None:
-        """Close the selector and the bell's own sockets, after `end` and under the lock."""
+        """Close the selector and the bell's own sockets. Call it after `end` and under the lock."""
         self._bell.close()
         self._selector.close()
 
@@ -395,7 +400,7 @@ _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
 
 def close_in_children(connection: socket.socket) -> None:
-    """Let forked children close their copy of a socket."""
+    """Make forked children close their copies of a socket."""
     _sockets.add(connection)
 
 
@@ -407,11 +412,11 @@ def _close_all() -> None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Have a process that ends without closing its exchange say so, or it would look killed."""
+    """Send farewells when the process ends with an open exchange. Otherwise the process would look killed."""
     for link in list(_links):
         link.close()
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child that kept them open would hide the end of this process from the other ranks.
+    # A forked child that kept the sockets open would hide the end of this process from the other ranks.
     os.register_at_fork(after_in_child=_close_all)

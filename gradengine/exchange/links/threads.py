@@ -1,7 +1,7 @@
-"""A link between threads of one process: the receiver copies from the sender's memory, once, or reads it there.
+"""A link between threads of one process. The receiver copies once from the sender's memory, or reads it in place.
 
-A rank that closes does not wait for ranks that read what it has sent or lent. They see that it has closed, and discard
-what they have read.
+A rank that closes does not wait for ranks that still read its memory. They notice the close, and discard the data that
+they have read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradengine.threads import Bell
 
 
 def thread_links(world_size: int) -> list[ThreadLink]:
-    """Make one link for each of `world_size` threads of this process; returns them in rank order.
+    """Make one link for each of `world_size` threads of this process, and return the links in rank order.
 
     Raises:
         CallerError: The world size is not in 1..65536.
@@ -40,13 +40,13 @@ def thread_links(world_size: int) -> list[ThreadLink]:
 
 @final
 class ThreadLink(Link):
-    """One of `thread_links`. Each `poll` copies one transfer at most, which is then still in the cache.
+    """One of `thread_links`. Each `poll` copies one transfer at most, whose data is then still in the cache.
 
     Args:
-        links: The links of all ranks, once they are made.
+        links: The links of all ranks. The list is filled after the links are made.
         rank: This rank.
         world_size: Ranks in the group.
-        lock: The group's lock, which is not held while anything is copied.
+        lock: The group's lock, which is not held during copies.
     """
 
     name = "threads"
@@ -54,9 +54,9 @@ class ThreadLink(Link):
 
     def __init__(self, links: list[ThreadLink], rank: int, world_size: int, lock: threading.RLock) -> None:
         self._links, self.rank, self.world_size, self._lock = links, rank, world_size, lock
-        self.bell, self._poll_lock = Bell(), threading.RLock()  # the second is held while this rank's memory is written
-        self._open: dict[Completion, Memory | None] = {}  # None where memory is to be borrowed
-        self._matched: deque[tuple[int, int]] = deque()  # ranks and tags of receives whose sends are open too
+        self.bell, self._poll_lock = Bell(), threading.RLock()  # the lock is held during writes to this rank's memory
+        self._open: dict[Completion, Memory | None] = {}  # None for memory to be borrowed
+        self._matched: deque[tuple[int, int]] = deque()  # (rank, tag) of receives whose sends are open too
         self._borrowed: dict[tuple[int, int], Memory] = {}
         self._over: list[Completion] = []
 
@@ -89,7 +89,7 @@ class ThreadLink(Link):
             if not over:
                 for _, peer, _ in self._open:
                     self._refuse_lost(peer)
-                # A rank that has left for another one ends the group also where nothing more was to come from it.
+                # A rank that closed because of a different rank ends the group, even if no message from it is missing.
                 for link in self._links if self._open else ():
                     if link.lost not in {None, link.rank}:
                         self._refuse_lost(link.rank)
@@ -101,7 +101,7 @@ class ThreadLink(Link):
             self._open, self._matched, self._borrowed, self._over = {}, deque(), {}, []
             for link in self._links:
                 link.bell.ring()
-        with self._poll_lock:  # a copy may be under way
+        with self._poll_lock:  # waits for a copy in progress
             pass
 
     def _begin(self, transfer: Completion, memory: Memory | None) -> None:
@@ -122,7 +122,7 @@ class ThreadLink(Link):
         self.bell.ring()
 
     def _next(self) -> tuple[int, int, Memory, Memory] | None:
-        """The rank, tag, source and sink of what is to be copied next; lets it be borrowed if that was asked for."""
+        """Return the rank, tag, source and sink of the next copy, or None. A borrow needs no copy and is completed."""
         if not self._matched:
             return None
         peer, tag = self._matched.popleft()
@@ -130,8 +130,8 @@ class ThreadLink(Link):
         source, sink = self._links[peer]._open.get(Completion(SEND, self.rank, tag)), self._open[transfer]
         if source is not None and sink is not None:
             return peer, tag, source, sink
-        if source is not None:  # else its rank has closed
-            # It stays open until the release: the lender is lost if it closes before.
+        if source is not None:  # None if its rank has closed
+            # The receive stays open until the release, so that a sender that closes before counts as lost.
             self._borrowed[peer, tag] = source
             self._over.append(transfer)
         return None
@@ -141,14 +141,14 @@ class ThreadLink(Link):
             raise self.other_size(peer, tag, source.nbytes, sink.nbytes)
         np.copyto(sink.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
         with self._lock:
-            if not self._links[peer].is_closed:  # else the source may have been overwritten meanwhile
+            if not self._links[peer].is_closed:  # a closed rank may have overwritten the source
                 self._end(Completion(RECEIVE, peer, tag))
                 self._links[peer]._end(Completion(SEND, self.rank, tag))
 
     def _end(self, transfer: Completion) -> None:
         if not self.is_closed:
             self._over.append(transfer)
-            del self._open[transfer]  # last: if this is interrupted, the other rank is to see that this one closes
+            del self._open[transfer]  # last, so that after an interrupt the other rank sees this one close
             self.bell.ring()
 
     def _refuse_lost(self, peer: int) -> None:
