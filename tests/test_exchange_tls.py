@@ -152,8 +152,8 @@ def refused(listener, first, second, by_first, told, **options):
 @pytest.mark.parametrize(
     ("of_rank_0", "of_rank_1", "by_rank_0", "by_rank_1"),
     [
-        ("run", "node1", "last refused here: TLS with a caller failed (", "(its certificate is not taken: "),
-        ("run", "both", "its certificate is not taken: ", "alert unknown ca"),  # known once it is shown
+        ("run", "node1", "last refused here: TLS with a caller failed (", "(its certificate is rejected: "),
+        ("run", "both", "its certificate is rejected: ", "alert unknown ca"),  # known once it is shown
         ("past", "past", "", "certificate has expired"),
         ("run", None, "TLS with a caller failed", "it does not speak TLS"),
         (None, "run", "sent an invalid head", "it does not speak TLS"),

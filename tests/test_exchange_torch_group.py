@@ -102,7 +102,7 @@ def test_a_rank_0_that_cannot_listen_says_why_and_the_others_that_it_cannot(rank
     (first, told), (second, other) = ranks_that_run(2, "meets-afar", "192.0.2.1")
     assert (first, second) == (1, 1)
     assert re.match(r"rank 0: CallerError: cannot listen at 192.0.2.1:0 ", told), told
-    assert other.startswith("rank 1: PeerLost: rank 0 of the process group cannot listen; see its own error"), other
+    assert other.startswith("rank 1: PeerLost: rank 0 of the process group cannot listen; see"), other
 
 
 def test_gloo_listens_at_the_first_interface_that_it_is_told_or_where_the_name_of_the_host_leads(monkeypatch):
@@ -177,7 +177,7 @@ def test_an_error_of_torchs_is_a_lost_peer_and_the_group_is_nobodys_then(torch, 
     torch.distributed.all_to_all = fail
     with pytest.raises(PeerLost, match=r"failed \(NCCL error .* exited\); discard\(\) the window; make a new group"):
         calls.all_to_all([], [], None)
-    with pytest.raises(CallerError, match=r"was left in the middle; make a new group on all ranks, torch\.dist"):
+    with pytest.raises(CallerError, match=r"was not finished; make a new group on all ranks, torch\.dist"):
         device_calls_of(group)
     assert isinstance(device_calls_of(other), DeviceCalls)
 

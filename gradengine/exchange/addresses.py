@@ -1,4 +1,4 @@
-"""Where ranks reach each other: addresses as URLs, their checks, and sockets that listen or are connected there."""
+"""Addresses at which ranks reach each other, their URLs and checks, and the sockets that listen or connect there."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from gradengine.exchange.links.sockets import close_in_children
 
 Address: TypeAlias = tuple[str, int] | str  # (host, port) of TCP, or the path of a Unix socket
 
-MPI_URL = "mpi://"  # not an address: all ranks that MPI has started
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine alone, so that no secret is needed
-LINKS = ("tcp", "unix", "shared_memory")  # each needs more of where the ranks are
-MOST_PATH_BYTES = 101 if sys.platform == "linux" else 97  # of rank 0's; another rank's is up to 6 bytes longer
+MPI_URL = "mpi://"  # no address; it stands for all ranks that MPI has started
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # reachable from this machine only, so that no secret is needed
+LINKS = ("tcp", "unix", "shared_memory")  # each one works for fewer placements of the ranks than the one before
+MOST_PATH_BYTES = 101 if sys.platform == "linux" else 97  # rank 0's path; another rank's is up to 6 bytes longer
 RETRY_SECONDS = 0.05
 _BACKLOG = 128
-_EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (in a list of ranks: who listens there is on rank 0's host)
+_EVERYWHERE = {"0.0.0.0", "::"}  # noqa: S104  (a rank with this host in a list of ranks is on rank 0's host)
 _URL = re.compile(r"unix://(/[^?#]*)|tcp://(?:\[([^]/?#@]+)\]|([^]/?#@:[]+)):([0-9]{1,5})", re.IGNORECASE | re.ASCII)
 _LINUX_PEER = "iII", socket.SOL_SOCKET, getattr(socket, "SO_PEERCRED", 0)  # process, user, group
 _BSD_PEER = "IIh16I", 0, 1  # macOS: version, user, groups; SOL_LOCAL; LOCAL_PEERCRED
-_TAKEN = "another process may use it: take another address, more ports, or for a second group of a run its own job="
-_ANOTHER_FOLDER = "set TMPDIR to another folder, or GRADENGINE_ADDRESS=unix:///path, on all ranks"
+_TAKEN = "another process may use it; choose a different address, more ports, or for each group of a run its own job="
+_ANOTHER_FOLDER = "set TMPDIR to a different folder, or set GRADENGINE_ADDRESS=unix:///path, on all ranks"
 
 
 # ---- URLs and hosts ----
 
 
 def checked_address(address: Address) -> Address:
-    """The address as (host, port) or the path of a Unix socket; raises `CallerError` for anything else."""
+    """Return the address as (host, port) or the path of a Unix socket. Raises `CallerError` for an invalid address."""
     if isinstance(address, str):
         if address and "\0" not in address:
             return address
@@ -54,22 +54,23 @@ def checked_address(address: Address) -> Address:
 
 
 def address_of(url: object, named_by: str = "") -> Address:
-    """The (host, port) of a TCP URL, or the path of a Unix socket's; raises `CallerError` for any other text."""
+    """Return the (host, port) of a TCP URL, or the path of a Unix socket's URL. Raises `CallerError` for other text."""
     found = _URL.fullmatch(url) if isinstance(url, str) else None
     if found and found[1]:
         return found[1]
     if found and int(found[4]) < 1 << 16:
         return (found[2] or found[3]).lower(), int(found[4])
-    # Two groups of two names would meet otherwise. The rest may be a secret, which no error shows.
+    # A user, query or fragment is refused, because two groups that differ only in it would meet. The error does not
+    # show it, because it may be a secret.
     has_more = isinstance(url, str) and not {"@", "?", "#"}.isdisjoint(url)
     got = "a URL with a user, query or fragment" if has_more else said(url)
     expected = f"'tcp://host:port', 'unix:///path' or '{MPI_URL}'"
-    do = "threads of one process use local_group(world_size)"
+    do = "call local_group(world_size) instead for threads of one process"
     raise CallerError(f"not a valid group URL{named_by}", got=got, expected=expected, do=do)
 
 
 def shown(address: Address) -> str:
-    """An address as in a URL: "127.0.0.1:5000"."""
+    """Return an address as in a URL, for example "127.0.0.1:5000"."""
     if isinstance(address, str):
         return address
     host, port = address
@@ -77,17 +78,17 @@ def shown(address: Address) -> str:
 
 
 def url_of(address: Address) -> str:
-    """An address as a URL for `connect`."""
+    """Return an address as a URL for `connect`."""
     return f"unix://{address}" if isinstance(address, str) else f"tcp://{shown(address)}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is reachable from this machine alone."""
+    """Return whether a host is reachable from this machine only."""
     return host in LOOPBACK or host.startswith("127.")
 
 
 def everywhere() -> str:
-    """Return the host that means all interfaces, of IPv4 and IPv6; a listener there needs a secret."""
+    """Return the host that means all interfaces of IPv4 and IPv6. A listener there needs a secret."""
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
 
 
@@ -95,29 +96,29 @@ def everywhere() -> str:
 
 
 def this_host() -> str:
-    """An identifier, the same for processes of one user that see one loopback and the same files.
+    """Return an identifier that is the same for processes of one user that see one loopback and the same files.
 
-    It is a hash of Linux' boot id, network and mount namespaces, elsewhere of the host's name; and of the user. Without
-    /proc, on Linux, it is another one at each call.
+    On Linux it is a hash of the user, the boot id, and the network and mount namespaces. Without /proc it differs at
+    each call. On other systems it is a hash of the user and the host's name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         place = [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt"))]
     except OSError:
         place = [secrets.token_hex() if sys.platform == "linux" else socket.gethostname()]
-    # Windows has no user's id, and is refused by name later.
+    # Windows has no user id. A later check refuses Windows by name.
     return hashlib.sha256(repr([*place, getattr(os, "geteuid", int)()]).encode()).hexdigest()
 
 
 def socket_path(environment: Mapping[str, str], name: str) -> str:
-    """The path of a Unix socket of this name in this user's own folder, which `make_private` makes."""
+    """Return the path of a Unix socket of this name in this user's own folder, which `make_private` makes."""
     _refuse_other_system("unix://")
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"gradengine-{os.getuid()}"  # noqa: S108  (made private)
     return str(folder.absolute() / name)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone; raises `CallerError` for one that others made, or may write to."""
+    """Make a folder for this user alone. Raises `CallerError` if other users own or can access the folder."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -130,7 +131,7 @@ def make_private(folder: Path) -> None:
 
 
 def made_usable(url: str, *, hosts: bool) -> str:
-    """The computed URL as this rank needs it: rank 0 listens on all interfaces; a Unix socket's folder is made."""
+    """Return the computed URL for this rank. Rank 0's has all interfaces as host. Makes the folder of a Unix socket."""
     at = address_of(url)
     if isinstance(at, str):
         make_private(Path(at).parent)
@@ -139,20 +140,20 @@ def made_usable(url: str, *, hosts: bool) -> str:
     return url
 
 
-# ---- what a rank says of its address and link ----
+# ---- the address and link that a rank reports ----
 
 
 def own_host(called: str, host: str) -> str:
-    """The host at which a rank listens: the one from which it has called rank 0.
+    """Return the host at which a rank listens, which is the host from which it has called rank 0.
 
-    It listens everywhere if rank 0's name, which other machines may know, means loopback on this one, as Debian's
-    /etc/hosts has it: then this rank is on rank 0's host, and ranks elsewhere find it at rank 0's address.
+    The rank listens on all interfaces if rank 0's host name means loopback on this machine, as in Debian's /etc/hosts.
+    It is then on rank 0's host, and ranks on other machines find it at rank 0's address.
     """
     return everywhere() if is_loopback(host) and not is_loopback(called) else host
 
 
 def address_told(url: object) -> Address:
-    """The address in the URL at which a rank says that it listens."""
+    """Return the address in the URL that a rank sent as the one at which it listens."""
     try:
         return address_of(url)
     except CallerError as fault:
@@ -160,7 +161,7 @@ def address_told(url: object) -> Address:
 
 
 def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> list[Address]:
-    """The addresses of `count` ranks, from the list that rank 0 sent."""
+    """Return the addresses of `count` ranks from the list that rank 0 sent."""
     if len(urls) != count:
         raise ProtocolError("rank 0 sent an invalid list of ranks", got=urls, expected=f"{count} URLs")
     addresses = [address_told(url) for url in urls]
@@ -168,21 +169,21 @@ def addresses_of(urls: Sequence[object], count: int, host_of_rank_0: str) -> lis
 
 
 def refuse_impossible(link: str | None, address: Address) -> None:
-    """Raise `CallerError` for an unknown link, one that is not possible at this address, or a path that is too long."""
+    """Raise `CallerError` for an unknown link, an impossible link for this address, or a path that is too long."""
     if isinstance(address, str) and len(address.encode(errors="replace")) > MOST_PATH_BYTES:
         raise CallerError("the path is too long", got=address, expected=f"at most {MOST_PATH_BYTES} bytes")
     if link is not None:
-        refuse_unknown("link", link, LINKS, do="or pass None for the best")
+        refuse_unknown("link", link, LINKS, do="pass one of them, or None for the best")
     if link == "tcp" and isinstance(address, str):
-        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or another link")
+        raise CallerError('link="tcp" over a Unix socket', do="pass tcp://host:port of rank 0, or a different link")
     if link == "shared_memory":
         refuse_without_shared_memory()
 
 
 def refuse_chosen_link(link: str, own: str | None, address: Address, who: str) -> None:
-    """Raise an error if rank 0 has chosen a link that cannot be at its address, or not the one that `who` was given."""
+    """Raise an error if rank 0 has chosen a link that is impossible at its address, or not the link of `who`."""
     if link not in (LINKS[1:] if isinstance(address, str) else LINKS[:1]):
-        raise ProtocolError("rank 0 chose a link that cannot be", got=said(link), expected=f"one for {shown(address)}")
+        raise ProtocolError("rank 0 chose an impossible link", got=said(link), expected=f"one for {shown(address)}")
     if own not in {None, link}:
         raise HandshakeRefused(f"{who} has a different link", got=own, expected=link, do="pass one link on all ranks")
 
@@ -192,19 +193,20 @@ def refuse_chosen_link(link: str, own: str | None, address: Address, who: str) -
 
 @final
 class Listener:
-    """A socket that other ranks connect to; one at a path is for this user alone.
+    """A socket that other ranks connect to. Only this user can connect to a socket at a path.
 
     Args:
-        address: (host, port), port 0 for any free one; or the path of a Unix socket: a stale one is removed.
-        secret: The group's secret; required beyond loopback.
-        ports: The ports of which port 0 means the first free one; None for all.
+        address: (host, port), or the path of a Unix socket. Port 0 means any free port. A stale socket at the path is
+            removed.
+        secret: The group's secret. A host other than loopback needs one.
+        ports: The ports from which port 0 takes the first free one. None means all ports.
 
     Attributes:
-        address: The address, with the actual port.
+        address: The address with the actual port.
         socket: The socket that listens there.
 
     Raises:
-        CallerError: The address cannot be bound, or it is beyond loopback and there is no secret.
+        CallerError: The address cannot be bound, or other machines can reach it and there is no secret.
     """
 
     def __init__(self, address: Address, secret: str | None = None, ports: range | None = None) -> None:
@@ -215,13 +217,13 @@ class Listener:
             do = "give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
             raise CallerError(what, expected="a loopback address, or a secret", do=do)
         self.socket = _listening(self.address, ports)
-        close_in_children(self.socket)  # which would keep the address
+        close_in_children(self.socket)  # a child's copy would keep the address in use
         self.socket.setblocking(False)
         if not isinstance(address, str):
             self.address = self.socket.getsockname()[:2]
 
     def close(self) -> None:
-        """Stop listening and free the address; may be called twice."""
+        """Stop listening and free the address. May be called twice."""
         if isinstance(self.address, str) and self.socket.fileno() >= 0:  # another listener may have the path by now
             with contextlib.suppress(OSError):
                 Path(self.address).unlink()
@@ -229,16 +231,16 @@ class Listener:
 
 
 def nearer_listener(secret: str | None) -> Listener:
-    """A listener at a Unix socket with a random name in this user's own folder; raises `CallerError` if none can be."""
+    """Return a listener at a Unix socket with a random name in this user's folder. Raises `CallerError` on failure."""
     path = socket_path(os.environ, secrets.token_hex(8))
     make_private(Path(path).parent)
     return Listener(path, secret)
 
 
 def connect_once(address: Address, timeout: float) -> socket.socket:
-    """A connection to an address; raises `OSError` if no process listens, `CallerError` if it is not an address.
+    """Return a connection to an address. Raises `OSError` if no process listens, `CallerError` for an invalid address.
 
-    Each of the places that a host's name stands for gets its part of the timeout; the error is that of the first.
+    All IP addresses of a host name are tried, each with an equal part of the timeout. The first one's error is raised.
     """
     places, failures = _places(address), list[OSError]()
     for family, place in places:
@@ -256,7 +258,7 @@ def connect_once(address: Address, timeout: float) -> socket.socket:
 
 
 def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
-    """Raise `HandshakeRefused` for a Unix socket's connection with another user than root, if there is no secret."""
+    """Raise `HandshakeRefused` for a Unix socket with a user other than this one and root, if there is no secret."""
     if secret or connection.family != socket.AF_UNIX or (user := user_at(connection)) in {0, os.geteuid()}:
         return  # a secret proves both ends
     what = "another user is at the other end of the Unix socket"
@@ -265,7 +267,7 @@ def refuse_other_user(connection: socket.socket, secret: str | None) -> None:
 
 
 def user_at(connection: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket, as the kernel noted it."""
+    """Return the user id of the process at the other end of a Unix socket, as recorded by the kernel."""
     form, level, option = _LINUX_PEER if sys.platform == "linux" else _BSD_PEER
     return int(struct.unpack(form, connection.getsockopt(level, option, struct.calcsize(form)))[1])
 
@@ -281,7 +283,7 @@ def _listening(address: Address, ports: range | None) -> socket.socket:
 
 
 def _at_port(family: socket.AddressFamily, place: Any, ports: range | None) -> socket.socket:
-    """Listen at a place's port; if that is 0, at the first free one of these ports."""
+    """Listen at a place's port. If the port is 0, listen at the first free one of `ports`."""
     tried = range(place[1], place[1] + 1) if place[1] or ports is None else ports
     for port in tried:
         try:
@@ -294,7 +296,7 @@ def _at_port(family: socket.AddressFamily, place: Any, ports: range | None) -> s
 
 
 def _at_path(path: str) -> socket.socket:
-    """Listen at a path, from which a stale socket is removed; fails if anything else is there."""
+    """Listen at a path after removing a stale socket there. Fails if there is anything else."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
             Path(path).unlink(missing_ok=True)
@@ -310,7 +312,7 @@ def _at_path(path: str) -> socket.socket:
 
 
 def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
-    """The families and addresses of sockets, IPv4 first: ranks listen at the first one, and call at all of them."""
+    """Return the families and addresses of sockets, IPv4 first. Ranks listen at the first, and try all when calling."""
     _refuse_other_system(url_of(address))
     try:
         if isinstance(address, str):
@@ -323,8 +325,8 @@ def _places(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _refuse_other_system(url: str) -> None:
-    """Raise `CallerError` on a system without POSIX sockets, as Windows."""
+    """Raise `CallerError` on a system without POSIX sockets, such as Windows."""
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
-        what = f"no exchange over {url}: this system's sockets are not POSIX"
-        do = "use WSL on Windows; threads of one process need no sockets: local_group"
+        what = f"no exchange over {url}, because this system has no POSIX sockets"
+        do = "use WSL on Windows, or local_group for threads of one process"
         raise CallerError(what, got=sys.platform, expected="Linux or macOS", do=do)

@@ -1,8 +1,9 @@
-"""Reads what a launcher tells a process: rank, world size, secret and job, and the address that each rank makes alike.
+"""Reads a process's rank, world size, secret and job from the environment, and makes the address that all ranks use.
 
-`LAUNCHERS` begins with the innermost: under mpiexec or in a Slurm job, what torchrun started has torchrun's ranks. If
-all ranks are on one host the address is a Unix socket in a folder of this user alone. Otherwise it is a port of the
-first host, from a hash of what distinguishes the run from others. The launcher's own servers and ports are not used.
+`LAUNCHERS` begins with the innermost launcher. A process that torchrun started under mpiexec or in a Slurm job uses
+torchrun's rank. If all ranks are on one host, the address is a Unix socket in a folder of this user alone. Otherwise it
+is a port of the first host. A hash of the values that distinguish this run from others selects the port. The
+launcher's own servers and ports are not used.
 """
 
 from __future__ import annotations
@@ -23,26 +24,29 @@ from gradengine.exchange.addresses import MPI_URL, address_of, is_loopback, made
 from gradengine.exchange.handshake import refuse_bad_job, refuse_bad_secret
 from gradengine.exchange.tls import content_of
 
-# torchrun's --rdzv-id. Then mpirun of Open MPI 4 and 5, or srun --mpi=pmix, which is left to the last: one job for each
-# element of an array, and one for all steps and for all parts of a heterogeneous job.
+# TORCHELASTIC_RUN_ID is torchrun's --rdzv-id. PMIX_NAMESPACE is set by mpirun of Open MPI 4 and 5. It is ignored if
+# srun --mpi=pmix has set it. SLURM_JOB_ID differs between the elements of a job array. It is the same for all steps of
+# a job, and for all parts of a heterogeneous job.
 JOBS = "GRADENGINE_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID"
 ADDRESS, PORTS = "GRADENGINE_ADDRESS", "GRADENGINE_PORTS"
-_DO = f"set {ADDRESS}=tcp://host:port on all ranks: rank 0's host, and a port that is free there"
-_PORTS = range(20_000, 29_000)  # below those that systems give to connections, and torchrun's 29400 and 29500
+_DO = f"set {ADDRESS}=tcp://host:port on all ranks, with rank 0's host and a port that is free there"
+_PORTS = range(20_000, 29_000)  # below the ephemeral ports of systems, and torchrun's 29400 and 29500
 _HOST = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,252}|[0-9a-f:.]{2,45}", re.IGNORECASE | re.ASCII)
 _FIRST_NODE = re.compile(r"((?:[a-z0-9_.-]|\[[0-9][0-9,-]*\])+)(,|\Z)", re.IGNORECASE | re.ASCII)
 
 
 @final
 class Launcher(NamedTuple):
-    """The variables by which a launcher tells each process its place.
+    """The environment variables in which a launcher gives each process its rank.
 
     Attributes:
         name: The launcher's name in errors.
-        rank: The variable of the rank; so are `world_size` and `local_size`, the ranks on this host.
-        run: The variables that distinguish two runs at one time on one host, of which some may be missing.
-        host: The variable that names the first host, or all of them in Slurm's brackets.
-        sign: A variable without which the others are not this launcher's.
+        rank: The variable of the rank.
+        world_size: The variable of the world size.
+        local_size: The variable of the number of ranks on this host.
+        run: The variables that distinguish two simultaneous runs on one host. Some of them may be missing.
+        host: The variable that names the first host, or all hosts in Slurm's brackets.
+        sign: A variable that this launcher always sets. Without it a different launcher has set the others.
     """
 
     name: str
@@ -54,7 +58,7 @@ class Launcher(NamedTuple):
     sign: str = ""
 
     def is_in(self, environment: Mapping[str, str]) -> bool:
-        """Whether it started this process, or another of its variables is missing."""
+        """Return whether this launcher started the process. One of rank and world size may be missing."""
         is_signed = not self.sign or self.sign in environment
         return is_signed and (self.rank in environment or self.world_size in environment)
 
@@ -66,9 +70,9 @@ LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", _TORCH_RUN, _TORCH_HOST),
     # Open MPI 4 and 5.
     Launcher("Open MPI's mpiexec", f"{_OMPI}_RANK", f"{_OMPI}_SIZE", f"{_OMPI}_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
-    # Hydra says nothing that distinguishes two runs.
+    # Hydra sets no variable that distinguishes two runs.
     Launcher("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", sign="MPI_LOCALRANKID"),
-    # SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node. A batch script has no step.
+    # SLURM_LAUNCH_NODE_IPADDR is the node that called srun, which may be a login node. A batch script has no step.
     Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "", _SLURM_RUN, "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
 )
 Fact: TypeAlias = tuple[str, str]  # a value, and the names of the variables that it was read from
@@ -78,7 +82,7 @@ _CALLER = Launcher("the caller", "rank", "world_size", run=_TORCH_RUN, host=_TOR
 
 @final
 class World(NamedTuple):
-    """A process's rank among those that were started with it; values that are not given are None."""
+    """A process's rank and sizes among the processes started with it. `local_size` is None if it is not given."""
 
     launcher: Launcher
     rank: int
@@ -87,20 +91,20 @@ class World(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> Launcher | None:
-    """Return the innermost launcher that started this process; None if none of them did."""
+    """Return the innermost launcher that started this process, or None."""
     return next((each for each in LAUNCHERS if each.is_in(environment)), None)
 
 
 @cache
 def warn_of_other_ranks() -> None:
-    """Warn, once in a process, if a launcher started several ranks: for a step that has no exchange with them."""
+    """Warn once in a process if a launcher started several ranks and the step has no exchange with them."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return  # DistributedDataParallel sums by itself
+        return  # DistributedDataParallel sums the gradients
     launcher = launcher_of(os.environ)
     size = os.environ.get(launcher.world_size, "") if launcher else ""
     if size.isdecimal() and int(size) > 1:
-        what = f"this process is one of {size} ranks, and the engine has no exchange: it trains by itself. "
+        what = f"this process is one of {size} ranks, but the engine has no exchange and trains alone. "
         warnings.warn(what + "Pass exchange=connect_if_launched() to sum over all ranks.", stacklevel=2)
 
 
@@ -108,11 +112,12 @@ def warn_of_other_ranks() -> None:
 
 
 def read_world(environment: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> World:
-    """The rank and sizes that the innermost launcher gave this process.
+    """Return the rank and sizes that the innermost launcher gave this process.
 
     Args:
         environment: The environment variables.
-        rank: The rank that `connect` was given, for a variable that is not there; so is `world_size`.
+        rank: The rank that was passed to `connect`, used if the variable of the rank is not set.
+        world_size: The world size that was passed to `connect`, used if the variable of the world size is not set.
 
     Raises:
         CallerError: A variable is missing, and its value was not given.
@@ -130,7 +135,7 @@ def read_world(environment: Mapping[str, str], rank: int | None = None, world_si
 
 
 def _number(environment: Mapping[str, str], variable: str, least: int, most: int, given: int | None = None) -> int:
-    """The number in a variable, or if it is not set the given one, in this range."""
+    """Return the number in a variable, or the given number if it is not set. Raises `CallerError` out of range."""
     text = environment.get(variable)
     value = given if text is None else int(text) if re.fullmatch("-?[0-9]{1,9}", text) else text
     return whole_number(f"environment variable {variable}", value, least, most)
@@ -140,7 +145,7 @@ def _number(environment: Mapping[str, str], variable: str, least: int, most: int
 
 
 def read_secret(environment: Mapping[str, str]) -> Fact:
-    """The group's secret, from GRADENGINE_SECRET or the file named by GRADENGINE_SECRET_FILE; "" without both.
+    """Return the group's secret from GRADENGINE_SECRET, or from the file in GRADENGINE_SECRET_FILE, or "".
 
     Raises:
         CallerError: The file cannot be read, the secret is too short, or both are set.
@@ -155,7 +160,7 @@ def read_secret(environment: Mapping[str, str]) -> Fact:
 
 
 def secret_in(path: str | Path) -> str:
-    """The only line of a file; raises `CallerError` if it cannot be read, or has none or several."""
+    """Return the only line of a file. Raises `CallerError` if it cannot be read, or has no or several lines."""
     try:
         lines = content_of(Path(path), is_secret=True).decode().strip().splitlines()
     except (OSError, ValueError) as fault:
@@ -167,14 +172,14 @@ def secret_in(path: str | Path) -> str:
 
 
 def read_job(environment: Mapping[str, str]) -> Fact:
-    """The run's name: that in GRADENGINE_JOB, or the launcher's as "variable=value"; "" if there is none.
+    """Return the run's name from GRADENGINE_JOB, or the launcher's name as "variable=value", or "".
 
-    The first variable of `JOBS` that is set counts. Launchers precede the schedulers that they run under: if one mpirun
-    starts ranks over ssh, only some of them see the scheduler's variables.
+    The first variable of `JOBS` that is set counts. Launchers precede the schedulers that they run under. If mpirun
+    starts ranks over ssh, only some ranks see the scheduler's variables.
     """
     for variable in JOBS:
         value = environment.get(variable, "")
-        # The ranks of one run may be of several steps of Slurm: slurm.pmix.<job>.<step>.
+        # The ranks of one run may belong to several Slurm steps, with different names slurm.pmix.<job>.<step>.
         if value and (variable, value) != ("TORCHELASTIC_RUN_ID", "none") and not value.startswith("slurm.pmix."):
             name = value if variable == "GRADENGINE_JOB" else f"{variable}={value}"
             refuse_bad_job(name, source=f"the job of {variable}")
@@ -183,10 +188,10 @@ def read_job(environment: Mapping[str, str]) -> Fact:
 
 
 def read_ports(environment: Mapping[str, str], given: str | None = None) -> range | None:
-    """The ports at which ranks listen, the last one included: those that were given, or in GRADENGINE_PORTS, or None.
+    """Return the ports at which ranks listen, from `given` or GRADENGINE_PORTS, or None. The last port is included.
 
     Raises:
-        CallerError: The text is not two ports, as "29000-29100".
+        CallerError: The text is not two ports such as "29000-29100".
     """
     text = environment.get(PORTS) or None if given is None else given
     if text is None:
@@ -205,10 +210,10 @@ def read_ports(environment: Mapping[str, str], given: str | None = None) -> rang
 def joining(
     url: str | None, rank: int | None, world_size: int | None, secret: str | None, job: str | None, ports: range | None
 ) -> tuple[str, int, int, str | None]:
-    """The URL, rank, world size and secret of `connect`; those that were not given are read from the environment.
+    """Return the URL, rank, world size and secret for `connect`. Missing arguments are read from the environment.
 
     Raises:
-        CallerError: An argument is neither given nor in the environment, or cannot be used; nothing was opened.
+        CallerError: An argument is neither given nor in the environment, or is invalid. Nothing was opened.
     """
     if secret is None:
         secret, _ = read_secret(os.environ)
@@ -223,13 +228,13 @@ def joining(
 
 
 def read_address(environment: Mapping[str, str], world: World, job: str | None, ports: range | None) -> Fact:
-    """The URL at which the ranks connect: GRADENGINE_ADDRESS, or one made from the launcher's variables.
+    """Return the URL at which the ranks connect, from GRADENGINE_ADDRESS or made from the launcher's variables.
 
     Args:
         environment: The environment variables.
-        world: What `read_world` found in them.
-        job: The job's name that was given to `connect`; two groups of one run need two names.
-        ports: The ports of which rank 0 takes one.
+        world: The result of `read_world`.
+        job: The job's name that was passed to `connect`. Two groups of one run need two names.
+        ports: The ports from which rank 0's port is selected.
 
     Raises:
         CallerError: No variable names a host that all ranks can reach, or none distinguishes this run from others.
@@ -250,14 +255,14 @@ def read_address(environment: Mapping[str, str], world: World, job: str | None, 
 
 
 def refuse_without_secret(url: str, source: str, secret: str | None) -> None:
-    """Raise `CallerError` for a URL from the environment that other machines can reach, if there is no secret."""
+    """Raise `CallerError` if other machines can reach a URL from the environment and there is no secret."""
     if not secret and url.startswith("tcp://") and not is_loopback(address_of(url)[0]):
         do = "write one line of `openssl rand -hex 16` to a file, and set GRADENGINE_SECRET_FILE to it on all ranks"
-        raise CallerError(f"{url} (from {source}) is for several machines, and needs a secret", do=do)
+        raise CallerError(f"{url} (from {source}) is reachable from other machines and needs a secret", do=do)
 
 
 def first_node(nodes: str) -> tuple[str, bool]:
-    """The first of Slurm's nodes, and whether it is the only one; "" if this is not a list of nodes.
+    """Return the first node of Slurm's list, and whether it is the only one. The node is "" for an invalid list.
 
     >>> first_node("rack[02-04,7]-node[1,3],login"), first_node("gpu1")
     (('rack02-node1', False), ('gpu1', True))
@@ -270,25 +275,25 @@ def first_node(nodes: str) -> tuple[str, bool]:
 
 
 def _first_host(environment: Mapping[str, str], world: World) -> tuple[str | None, str]:
-    """The host of rank 0, or None if all ranks are on this host; and the variable that it was read from."""
+    """Return the host of rank 0 and the variable that names it. The host is None if all ranks are on this host."""
     launcher = world.launcher
     if world.local_size == world.world_size:
         return None, launcher.local_size
     named = environment.get(launcher.host, "")
     host, is_only_one = first_node(named) if launcher.host.endswith("NODELIST") else (named, False)
     if not _HOST.fullmatch(host):
-        what = f"environment variable {launcher.host or ADDRESS} names no host where all ranks could meet"
+        what = f"environment variable {launcher.host or ADDRESS} names no host that all ranks can reach"
         raise CallerError(what, got=said(named), expected="a host's name or address", do=_DO)
     return None if is_only_one else host, launcher.host
 
 
 def _run_name(environment: Mapping[str, str], launcher: Launcher, job: str | None) -> tuple[str, str]:
-    """A hash (64 bits, in hex) of all that distinguishes this run from others, and the variables that it is from."""
+    """Return a 64-bit hash (hex) of the values that distinguish this run from others, and the names of the values."""
     parts = {name: environment[name] for name in launcher.run if environment.get(name)}
     name, given = ("GRADENGINE_JOB", environment.get("GRADENGINE_JOB", "")) if job is None else ("job=", job)
     refuse_bad_job(given)
     if not given and not parts:
-        do = f"set GRADENGINE_JOB on all ranks, to another name for each run; or {ADDRESS}=unix:///path"
+        do = f"set GRADENGINE_JOB (a different name for each run) or {ADDRESS}=unix:///path on all ranks"
         raise CallerError(f"{launcher.name} sets no variable that distinguishes two runs on one host", do=do)
     text = "\0".join([given, *parts.values()])
     sources = [*parts, name] if given else parts

@@ -1,7 +1,8 @@
-"""A torch process group: its ranks connect by it, and its NCCL moves GPUs' memory between them.
+"""A torch process group, through which its ranks connect and whose NCCL calls move data between their GPUs.
 
 Rank 0 sends the others its address and a secret through the group. NCCL's calls are queued, so the host never waits.
-They only move bytes: each rank's parts go to whoever adds them, and sums come back. The order of the sum is ours.
+They only move bytes. Each rank's parts are sent to the rank that adds them, and the sums are sent to all ranks. So
+gradengine fixes the order of the sum.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from gradengine.exchange.mesh import Meeting
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # read by gloo
 _TOLD_BYTES = 512
-_SIOCGIFADDR = 0x8915  # Linux' request for an interface's address
+_SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 _NEW = "make a new group on all ranks, torch.distributed.new_group(backend='nccl'), or start them from a checkpoint"
 
 _uneven: WeakSet[Any] = WeakSet()  # groups in which some ranks may have made more calls than others
 
 
 def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meeting:
-    """This rank's meeting with the ranks of a process group; made on all of them together.
+    """Make this rank's meeting with the ranks of a process group. All of its ranks call this together.
 
-    If all ranks are on one host they use its loopback; else rank 0 listens where gloo does: at the first interface in
-    GLOO_SOCKET_IFNAME (on Linux), or at the address of the host's name.
+    If all ranks are on one host, they use its loopback. Otherwise rank 0 listens at the same host as gloo. This is the
+    first interface in GLOO_SOCKET_IFNAME (on Linux), or the address of the host's name.
 
     Args:
-        process_group: A group of torch.distributed, with any backend. Its own messages are not disturbed.
-        timeout: Seconds in which all ranks must call this.
+        process_group: A group of torch.distributed with any backend. Its own messages are not disturbed.
+        timeout: Seconds within which all ranks must call this.
         options: As for `Meeting`.
 
     Raises:
         CallerError: torch.distributed is not initialized, the argument is not a torch group that contains this process,
-            or rank 0 cannot listen; or as `Meeting`.
+            or rank 0 cannot listen. Also as `Meeting`.
         PeerLost: A rank did not call this in time, or rank 0 could not listen.
     """
     distributed, ranks, rank = _place(process_group)
@@ -58,18 +59,18 @@ def meeting_by_torch(process_group: Any, timeout: float, **options: Any) -> Meet
             return _host(gloo, ranks, host, options)
         url, _, secret = _gathered(gloo, ranks, "")[0].partition(" ")
     if not url:
-        raise PeerLost("rank 0 of the process group cannot listen", do="see its own error")
+        raise PeerLost("rank 0 of the process group cannot listen", do="see the error of rank 0")
     return Meeting(address_of(url), rank, len(ranks), secret=secret, **options)
 
 
 def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
-    """Make this rank's link over the all-to-all of a group like this one; called on all of its ranks together.
+    """Make this rank's link over the all-to-all of a new group with the same ranks. All of them call this together.
 
-    The backend is the group's own for memory of the host, or gloo if it has none.
+    The new group has the given group's backend for CPU memory, or gloo if there is none.
 
     Args:
         process_group: A group of torch.distributed. Its own messages are not disturbed.
-        timeout: Seconds in which all ranks must call this, and take part in each round.
+        timeout: Seconds within which all ranks must call this, and take part in each round.
 
     Raises:
         CallerError, PeerLost: As `meeting_by_torch`.
@@ -79,7 +80,7 @@ def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
     backends = dict(each.split(":") for each in str(distributed.get_backend_config(process_group)).split(","))
     with _all_ranks(rank):
         ours = _new_group(distributed, ranks, timeout, backends.get("cpu", "gloo"))
-    order = [ranks.index(each) for each in sorted(ranks)]  # torch's own
+    order = [ranks.index(each) for each in sorted(ranks)]  # torch sorts a group's ranks
 
     def all_to_all(sent: Sequence[Bytes]) -> Sequence[Bytes]:
         sizes = [sent[each].size for each in order]
@@ -98,7 +99,7 @@ def link_over_torch(process_group: Any, timeout: float) -> CollectiveLink:
 def _new_group(distributed: Any, ranks: Sequence[int], timeout: float, backend: str) -> Any:
     """Make a group, which is kept until the process ends.
 
-    Torch would give the name of one that was destroyed to the next, which would find the old addresses in its store.
+    Torch would give the name of a destroyed group to the next one, which would find the old addresses in the store.
     """
     return distributed.new_group(ranks, timedelta(seconds=timeout), backend=backend, use_local_synchronization=True)
 
@@ -109,13 +110,13 @@ def _all_ranks(rank: int, do: str = "call connect with the process group on all 
     try:
         yield
     except RuntimeError as fault:
-        words = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without the place in gloo's source
+        words = re.sub(r"^\[[^]]*\] ", "", str(fault).partition("\n")[0])[-200:]  # without gloo's source location
         what = f"rank {rank} does not find all ranks of the process group ({words})"
         raise PeerLost(what, do=do) from None
 
 
 def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[str, Any]) -> Meeting:
-    """Rank 0's meeting, after its address was sent to the others; if there is none they are sent an empty one."""
+    """Return rank 0's meeting after sending its address to the other ranks. If there is none, send an empty one."""
     secret, told = secrets.token_hex(16), ""
     try:
         meeting = Meeting((host or _host_of_gloo(), 0), 0, len(ranks), secret=secret, **options)
@@ -126,19 +127,19 @@ def _host(gloo: Any, ranks: Sequence[int], host: str | None, options: Mapping[st
 
 
 def _place(process_group: Any) -> tuple[Any, list[int], int]:
-    """torch.distributed, the group's ranks as the default group counts them, and this rank in the group."""
+    """Return torch.distributed, the group's ranks as numbered in the default group, and this rank in the group."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         raise CallerError("no torch process group here", do="call torch.distributed.init_process_group first")
-    with contextlib.suppress(KeyError, ValueError):  # it was destroyed
-        if isinstance(process_group, distributed.ProcessGroup):  # else torch's -100, say
+    with contextlib.suppress(KeyError, ValueError):  # raised for a destroyed group
+        if isinstance(process_group, distributed.ProcessGroup):  # torch returns -100 on ranks outside of a new group
             return distributed, distributed.get_process_group_ranks(process_group), distributed.get_rank(process_group)
-    do = "pass what torch.distributed.new_group returned, on the ranks that are in the group"
+    do = "pass the result of torch.distributed.new_group, on the ranks of that group only"
     raise CallerError("not a torch process group that contains this process", got=said(process_group), do=do)
 
 
 def _gathered(gloo: Any, ranks: Sequence[int], told: str) -> list[str]:
-    """Every rank's text, in the order of `ranks`, which is not gloo's; nothing is pickled."""
+    """Return every rank's text in the order of `ranks`, which differs from gloo's. Nothing is pickled."""
     torch = sys.modules["torch"]
     parts = torch.zeros(len(ranks), _TOLD_BYTES, dtype=torch.uint8, device="cpu")
     own = torch.from_numpy(np.frombuffer(told.encode().ljust(_TOLD_BYTES, b"\0"), np.uint8).copy())
@@ -147,7 +148,7 @@ def _gathered(gloo: Any, ranks: Sequence[int], told: str) -> list[str]:
 
 
 def _host_of_gloo() -> str:
-    """The host at which gloo listens, which other hosts have reached already."""
+    """Return the host at which gloo listens, which other hosts have already reached."""
     interface = os.environ.get(_INTERFACE, "").partition(",")[0]
     if not interface or sys.platform != "linux":
         return socket.gethostname()
@@ -159,54 +160,54 @@ def _host_of_gloo() -> str:
     except (OSError, ValueError) as fault:
         do = f"set {_INTERFACE} to the interface by which other hosts reach this one"
         raise CallerError(f"rank 0 finds no address of interface {interface!r} ({fault})", do=do) from None
-    return socket.inet_ntoa(answer[20:24])  # of an ifreq: a name of 16 bytes, then a sockaddr_in
+    return socket.inet_ntoa(answer[20:24])  # an ifreq holds a name of 16 bytes, then a sockaddr_in
 
 
 def device_calls_of(process_group: Any) -> DeviceCalls | None:
-    """The calls of a group whose backend for CUDA is NCCL; None for others, whose ranks sum in the host's memory.
+    """Return the calls of a group whose CUDA backend is NCCL. Return None for others, whose ranks sum in CPU memory.
 
     Raises:
-        CallerError: A step over this group was left in the middle: a call of the next would meet one of that.
+        CallerError: A step over this group was not finished. Calls of a new step would be matched with its calls.
     """
     backends = str(sys.modules["torch"].distributed.get_backend_config(process_group))
     if "cuda:nccl" not in backends.split(","):
         return None
     if process_group in _uneven:
-        raise CallerError("a step over this process group was left in the middle", do=_NEW)
+        raise CallerError("a step over this process group was not finished", do=_NEW)
     return DeviceCalls(process_group)
 
 
 @final
 class DeviceCalls:
-    """The NCCL calls of a torch process group, on our streams and memory."""
+    """The NCCL calls of a torch process group, on gradengine's streams and memory."""
 
     def __init__(self, process_group: Any) -> None:
         self._group, self._torch = process_group, sys.modules["torch"]
 
     def tensor(self, array: Any) -> Any:
-        """A device's array as torch has it, without a copy."""
+        """Return a device array as a torch tensor, without a copy."""
         return self._torch.from_dlpack(array)
 
     def stream(self, handle: int, ordinal: int) -> Any:
-        """A stream of ours as torch has it."""
+        """Return one of gradengine's streams as a torch stream."""
         return self._torch.cuda.ExternalStream(handle, device=ordinal)
 
     def all_to_all(self, received: Sequence[Any], sent: Sequence[Any], stream: Any) -> None:
-        """Queue on a stream: `sent[r]` goes to rank r, `received[r]` comes from it; none is empty.
+        """Queue an all-to-all on a stream. Rank r receives `sent[r]` and sends `received[r]`. No array is empty.
 
         All ranks make the same calls in the same order.
 
         Raises:
-            PeerLost: NCCL does not do it; the group cannot be used any more.
+            PeerLost: NCCL failed. The group cannot be used any more.
         """
         try:
             with self._torch.cuda.stream(stream):
                 self._torch.distributed.all_to_all([*received], [*sent], group=self._group)
-        except (RuntimeError, ValueError) as fault:  # of NCCL; or the group was destroyed
+        except (RuntimeError, ValueError) as fault:  # NCCL failed, or the group was destroyed
             self.leave_uneven()
             words = str(fault).partition("\n")[0][-200:]
             raise PeerLost(f"the process group failed ({words})", do=f"discard() the window; {_NEW}") from None
 
     def leave_uneven(self) -> None:
-        """Refuse this group from now on: its ranks may have made different numbers of calls."""
+        """Refuse this group from now on, because its ranks may have made different numbers of calls."""
         _uneven.add(self._group)

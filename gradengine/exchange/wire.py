@@ -1,8 +1,8 @@
-"""The one format of connections between ranks, which docs/wire.md describes; no I/O.
+"""The format of all connections between ranks, which docs/specs/wire.md describes. This module does no I/O.
 
 A frame is the msgpack array [tag, checksum, payload], in a form with 20 bytes before the payload, its head. Ranks that
-join send messages in frames: such a payload is the msgpack array of a message's fields. A reader checks lengths before
-it allocates memory.
+join send messages in frames. The payload of such a frame is the msgpack array of a message's fields. A reader checks
+lengths before it allocates memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from xxhash import xxh3_64_intdigest
 from gradengine.errors import ProtocolError
 
 VERSION = 5
-MAX_SMALL_PAYLOAD = 1 << 20  # bytes of a list of ranks, and of what is gathered; as msgpack it takes 100 MB at most
+MAX_SMALL_PAYLOAD = 1 << 20  # bytes of a list of ranks, or of gathered values; decoded they take 100 MB at most
 
-_HEAD = struct.Struct(">BBIBQBI")  # fixarray(3): uint32 tag, uint64 checksum, bin32 of so many bytes, which follow
+_HEAD = struct.Struct(">BBIBQBI")  # fixarray(3), uint32 tag, uint64 checksum, bin32 with the payload's size
 HEAD_BYTES = _HEAD.size
 
 
 def checksum(tag: int, payload: bytes | memoryview) -> int:
-    """A frame's checksum: XXH3 with 64 bits of its payload, with the tag as seed.
+    """Return a frame's checksum, which is the 64-bit XXH3 of its payload with the tag as seed.
 
     >>> checksum(3, b"payload")
     5188528926478741161
@@ -32,14 +32,14 @@ def checksum(tag: int, payload: bytes | memoryview) -> int:
 
 
 def head(tag: int, check: int, size: int) -> bytes:
-    """The bytes before a payload of that size."""
+    """Return the bytes before a payload of this size."""
     return _HEAD.pack(0x93, 0xCE, tag, 0xCF, check, 0xC6, size)
 
 
 def head_of(data: bytes | bytearray, sent: str, tags: range) -> tuple[int, int, int]:
-    """The tag, the checksum and the payload's size in a head; raises `ProtocolError` unless it has one of these tags.
+    """Return the tag, checksum and payload size in a head. Raises `ProtocolError` unless its tag is in `tags`.
 
-    `sent` begins the error: "rank 1 sent rank 0".
+    `sent` begins the error, for example "rank 1 sent rank 0".
     """
     array, uint32, tag, uint64, check, bin32, size = _HEAD.unpack(data)
     if (array, uint32, uint64, bin32) == (0x93, 0xCE, 0xCF, 0xC6) and tag in tags:
@@ -49,7 +49,7 @@ def head_of(data: bytes | bytearray, sent: str, tags: range) -> tuple[int, int, 
 
 
 def unpacked(data: bytes, what: str, most_items: int = -1) -> Any:
-    """Decode one msgpack object; raises `ProtocolError` for other data, extension types or more items in an array."""
+    """Decode one msgpack object. Raises `ProtocolError` for other data, extension types or too long arrays."""
     try:
         return msgpack.unpackb(data, max_array_len=most_items, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as fault:
@@ -60,7 +60,7 @@ def unpacked(data: bytes, what: str, most_items: int = -1) -> Any:
 
 
 class Hello(NamedTuple):
-    """The fields of a first message, from the rank that calls: itself, and a nonce for the called rank's proof."""
+    """The fields of the first message, which the calling rank sends. The nonce is for the called rank's proof."""
 
     rank: int
     world_size: int
@@ -68,33 +68,33 @@ class Hello(NamedTuple):
     nonce: bytes
 
 
-# The types of each message's fields, by its kind, in the order of the tags.
+# The types of the fields of each kind of message. The kinds have the order of their tags.
 _FIELDS: dict[str, list[type]] = {
     "hello": [int, int, str, bytes],  # see `Hello` and `_OPENING`
-    # From the called rank, after the caller's hello: a nonce for the caller's proof. A stranger receives no more.
+    # The called rank answers a hello with a nonce for the caller's proof. A caller without the secret gets no more.
     "nonce": [bytes],
-    # From the caller, then from the called rank: the proof that it has the secret.
+    # The caller, then the called rank, proves that it has the secret.
     "proof": [bytes],
-    # From a rank to rank 0, after both have proved themselves: the URL at which the rank accepts those above it, and a
-    # text that is the same for ranks that can meet at a path.
+    # After both proofs a rank sends rank 0 the URL at which it accepts higher ranks, and a text that is the same for
+    # ranks that can meet at a path.
     "listening": [str, str],
-    # From rank 0 or the server, after all have joined: the group, its link, and the URLs of ranks 1, 2, ...
+    # After all ranks have joined, rank 0 or the server sends the group, its link, and the URLs of ranks 1, 2, ...
     "members": [bytes, str, list],
-    # From rank 0, after all have joined over TCP on one host: the URL of a Unix socket, at which all meet again.
+    # After all ranks have joined over TCP on one host, rank 0 sends the URL of a Unix socket at which all meet again.
     "moved": [str],
-    # From the called rank: it refuses the caller, or the group has failed. The error's class, and why.
+    # The called rank refuses the caller, or the group has failed. The fields are the error's class and the reason.
     "abort": [str, str],
 }
 _KINDS = [*_FIELDS]
 # Transfers have lower tags. OpenSSL would read 1 << 24 in a first frame as a hello of SSL 2, and wait for its rest.
 _TAGS = range(1 << 25, (1 << 25) + len(_KINDS))
-_MOST_BYTES = {"members": MAX_SMALL_PAYLOAD, "abort": 1 << 16}  # payloads of other kinds: 4096
-_MOST_FIELDS = 32  # a later version may have more than this one
-_OPENING = ["GE", VERSION]  # before a hello's fields, in all later versions too
+_MOST_BYTES = {"members": MAX_SMALL_PAYLOAD, "abort": 1 << 16}  # payload bytes; 4096 for other kinds
+_MOST_FIELDS = 32  # fields of a message at most, of which a later version may use more
+_OPENING = ["GE", VERSION]  # the first items of a hello, in all later versions too
 
 
 def encoded(kind: str, *fields: object) -> bytes:
-    """A message as a frame."""
+    """Return a message as a frame."""
     opening = _OPENING if kind == "hello" else []
     payload: bytes = msgpack.packb([*opening, *fields], unicode_errors="replace")
     tag = _TAGS[_KINDS.index(kind)]
@@ -102,7 +102,7 @@ def encoded(kind: str, *fields: object) -> bytes:
 
 
 def announced(data: bytes | bytearray, who: str) -> tuple[str, int, int]:
-    """The kind of message that a head from `who` announces, the checksum and the payload's size.
+    """Return the kind, checksum and payload size of the message that a head from `who` announces.
 
     Raises `ProtocolError` unless it is the head of a message, and its payload is not too long.
     """
@@ -114,17 +114,17 @@ def announced(data: bytes | bytearray, who: str) -> tuple[str, int, int]:
 
 
 def decoded(kind: str, check: int, payload: bytes) -> list[Any]:
-    """The fields of the message in a payload; raises `ProtocolError` if its version, fields or checksum are wrong."""
+    """Return the fields of a message's payload. Raises `ProtocolError` for a wrong version, fields or checksum."""
     what = f"the payload of {kind}"
     if checksum(_TAGS[_KINDS.index(kind)], payload) != check:
         raise ProtocolError(f"{what} was damaged on the way")
-    # msgpack allocates what nested arrays announce: strangers, who may not send members, announce little.
+    # msgpack allocates the announced sizes of nested arrays. Only proven ranks send members, which have the high limit.
     told = unpacked(payload, what, -1 if kind == "members" else _MOST_FIELDS)
     fields = told if isinstance(told, list) else []
     if kind == "hello":
         opening, fields = fields[:2], fields[2:]
         if opening != _OPENING:
-            raise ProtocolError("the peer speaks another protocol version", got=opening, expected=_OPENING)
+            raise ProtocolError("the peer has a different protocol version", got=opening, expected=_OPENING)
     if [*map(type, fields)] != _FIELDS[kind]:  # a bool is not an int here
         got, expected = ([each.__name__ for each in types] for types in (map(type, fields), _FIELDS[kind]))
         raise ProtocolError(f"{what} has wrong fields", got=got, expected=expected)
