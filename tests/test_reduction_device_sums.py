@@ -288,7 +288,7 @@ class TestFailures:
 
         engines = on_group(one, 2, torch)
         assert all(isinstance(engine, GradientEngine) for engine in engines), engines
-        with pytest.raises(CallerError, match=r"was left in the middle; make a new group on all ranks"):
+        with pytest.raises(CallerError, match=r"was not finished; make a new group on all ranks"):
             device_calls_of(torch.group)
 
         def again(exchange):
@@ -338,7 +338,7 @@ class TestFailures:
             return engine.has_open_window
 
         assert on_group(one, 2, torch, bucket_bytes=64) == [False, False]
-        with pytest.raises(CallerError, match=r"was left in the middle"):
+        with pytest.raises(CallerError, match=r"was not finished"):
             device_calls_of(torch.group)
 
     def test_between_steps_a_group_may_be_left_and_joined_again(self, device, torch):

@@ -1,7 +1,7 @@
-"""The all-reduce of one engine's step: its sums over the workers, and the counts and norms that all ranks agree on.
+"""The all-reduce of one engine's step, with the counts and norms that all ranks agree on.
 
-In: an accumulator, and the exchanges that the engine was given. Out: the sums in the arena, and `StepStats`, the same
-on all ranks. `reducer.py` runs it, `stats.py` has the ranks agree; `exchange` adds the ranks' gradients, or
-`device_sums.py` on their GPUs, where a process group of torch can. Imports
-`exchange`, `accumulate`, `kernels`, `layout` and `arrays`; decides nothing and hands nothing back.
+The input is an accumulator and the exchanges that the engine was given. The output is the sums in the arena, and
+`StepStats` that are the same on all ranks. `reducer.py` runs the all-reduce, and `stats.py` makes the ranks agree.
+`exchange` adds the ranks' gradients. With a torch process group on NCCL, `device_sums.py` adds them on the GPUs.
+The package imports `exchange`, `accumulate`, `kernels`, `layout` and `arrays`. It neither clips nor writes results.
 """

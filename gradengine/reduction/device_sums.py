@@ -1,9 +1,10 @@
-"""Sums a step over workers by a process group's own calls on their GPUs. All work is queued, nothing waits.
+"""Sums a step over workers on their GPUs with calls of a process group. All work is queued and the host does not wait.
 
-The owner of a share sums it in rank order from rank 0's value on, with K1, as everywhere. A round has at most one share
-of each owner: one call sends each owner the parts of its share, and another sends its sum to all ranks. The calls run
-on a separate stream as their spans complete, while backward continues. Events order a step's other work. One more call
-sends each rank's facts: a few numbers, and which components got no gradient. The device adds them up.
+The owner of a share sums it in rank order, beginning with rank 0's value, with kernel K1. A round has at most one share
+of each owner. One call sends each owner the parts of its share, and a second call sends the sum to all ranks. The calls
+run on a separate stream as their spans complete, while backward continues. Events order a step's other work. One more
+call sends each rank's facts, which are a few numbers and the flags of components without a gradient. The device adds
+the facts up.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from gradengine.layout.slots import ALIGNMENT, Span
 from gradengine.reduction.stats import Flags
 
 _HEADER = 8  # words of `Told` in tally.cu
-_WEIGHT, _COUNT, _STEP, _BOUNDS, _STOP, _DROPPED = 1, 2, 3, 5, 6, 7  # some of these words
+_WEIGHT, _COUNT, _STEP, _BOUNDS, _STOP, _DROPPED = 1, 2, 3, 5, 6, 7  # positions of some of these words
 
 
 class _Round(NamedTuple):
-    """One call each way, as torch's tensors by rank, and the sum between them."""
+    """One call in each direction, with a torch tensor for each rank, and the sum between the calls."""
 
     parts: Sequence[Any]
     rows: Sequence[Any]
@@ -46,9 +47,9 @@ class DeviceSums:
     Args:
         exchange: An exchange of engines that all sum on their GPUs.
         calls: The exchange's calls.
-        accumulator: The gradients to be summed, on a GPU.
+        accumulator: The gradients to sum, on a GPU.
         plan: The clip plan of the step's decision.
-        bounds: The plan's bounds on the GPU, whose digest the ranks compare.
+        bounds: The plan's bounds on the GPU. The ranks compare their digest.
 
     Raises:
         OutOfDeviceMemory: The device has too little memory left.
@@ -80,12 +81,12 @@ class DeviceSums:
             self._make_told()
         self._behind: Any = None  # an event after calls for which the arena's other work does not wait yet
         self._failure: PeerLost | None = None
-        self._asks = False  # as `_asked` says, which replays read
-        self._queue(self._gather)  # so that NCCL starts now, and not in the first step or within a capture
-        self._is_under_way = False  # some of this step's calls were made, and not all
+        self._asks = False  # the value in `_asked`, which replays read
+        self._queue(self._gather)  # NCCL starts with its first call, which must not be in a step or a capture
+        self._is_under_way = False  # whether some of this step's calls were made, but not all
 
     def start(self, spans: Sequence[Span]) -> None:
-        """Start to sum spans that hold all that this rank contributes; called within the arena's order.
+        """Start to sum spans that are complete on this rank. Call this within the arena's order.
 
         `finish` raises the error of a call that fails.
         """
@@ -98,19 +99,19 @@ class DeviceSums:
             self._failure = fault
 
     def finish(self, facts: Sequence[float], step: int, scale: float, *, stop: bool, by_weight: bool) -> None:
-        """Order later work after the sums of all spans, which are started, and after the exchange of the ranks' facts.
+        """Order later work after the sums of all spans and after the exchange of the ranks' facts.
 
-        Called within the arena's order.
+        All spans must have been started. Call this within the arena's order.
 
         Args:
-            facts: This rank's part of the sum's divisor, its weight, and its micro-batches.
+            facts: This rank's part of the sum's divisor, its weight, and its number of micro-batches.
             step: The step's number, the same on all ranks.
-            scale: The loss scale, the same on all ranks; 1 if only the device has it.
-            stop: Whether this rank asks all ranks to stop after the step.
+            scale: The loss scale, the same on all ranks. 1 if only the device has it.
+            stop: Whether this rank requests that all ranks stop after the step.
             by_weight: Whether this rank's part of the divisor is its weight.
 
         Raises:
-            PeerLost: A call of this step failed: the arena holds neither a sum nor this rank's own gradients.
+            PeerLost: A call of this step failed. The arena holds neither a sum nor this rank's own gradients.
         """
         if self._failure is not None:
             raise self._failure
@@ -125,34 +126,34 @@ class DeviceSums:
         self._order()
 
     def totals(self) -> list[Scalar]:
-        """Return arrays of the sum's divisor, all ranks' weight and micro-batches, whether one asks to stop, and drops.
+        """Return device scalars for all ranks together: divisor, weight, micro-batches, stop request, dropped ones.
 
-        The divisor is NaN if the ranks are not in one step, or none has a micro-batch.
+        The divisor is NaN if the ranks are not in the same step, or no rank has a micro-batch.
         """
         return [self._sums[i : i + 1].reshape(()) for i in range(5)]
 
     def ask_to_stop(self, asks: bool) -> None:
-        """Queue a copy of whether this rank asks to stop, for a replay that is queued next; in the arena's order."""
+        """Queue this rank's request to stop for the replay that is queued next. Call this within the arena's order."""
         if asks is not self._asks:
             self._device.copied_into(self._asked, np.array([asks], np.int64))
             self._asks = asks
 
     def unused(self) -> Flags:
-        """Which components got no gradient on any rank, in the step that was queued last; waits for it."""
+        """Wait for the step that was queued last, and return flags of its components without a gradient on any rank."""
         told = self._accumulator.arena.partials.order.read(self._told)
         flags = told[:, _HEADER:].view(np.uint8)[:, : self._accumulator.unused.size] != 0
         unused: Flags = np.logical_and.reduce(flags)
         return unused
 
     def restart(self) -> None:
-        """Begin the step again, or the next one, and order later work on the arena after all calls."""
+        """Begin this step again or the next one, and order later work on the arena after all calls."""
         self._ready.restart()
         if self._behind is not None:
             with self._accumulator.arena.in_order():
                 self._order()
 
     def leave(self) -> None:
-        """Leave the group; it is refused from now on if other ranks may wait in a call that this rank did not make."""
+        """Leave the group. Refuse it from now on if other ranks may wait in a call that this rank did not make."""
         self.restart()
         if self._is_under_way:
             self._calls.leave_uneven()
@@ -160,7 +161,7 @@ class DeviceSums:
     # ---- inside ----
 
     def _make_rounds(self, shares: Sequence[Share]) -> None:
-        """Allocate memory for the parts that are received, and prepare all rounds."""
+        """Allocate memory for the received parts, and prepare all rounds."""
         device, memory, rank = self._device, self._accumulator.memory, self._rank
         mine = [share for share in shares if share.owner == rank]
         width = -(-max([share.size for share in mine], default=0) // ALIGNMENT) * ALIGNMENT
@@ -170,10 +171,11 @@ class DeviceSums:
         self._kernels.prepare(self._owned, [*spans.values()])
         buffers = memory, self._parts, device.allocate(1 + self._ranks)
         arena, parts, spare = (self._calls.tensor(device.array(each, (each.size,))) for each in buffers)
-        # If there is nothing to move, one unused element is moved: versions of NCCL differ in what is empty.
+        # If there is nothing to move, one unused element is moved, because versions of NCCL treat empty tensors
+        # differently.
         ranks, starts = range(self._ranks), [r * width for r in range(self._ranks)]
         nothing, nowhere = spare[:1], [spare[1 + r : 2 + r] for r in ranks]
-        self._rounds: dict[int, _Round] = {}  # by its first share
+        self._rounds: dict[int, _Round] = {}  # keyed by the number of the first share
         for group in rounds_of(shares):
             theirs = {share.owner: arena[share.start : share.stop] for share in group}
             own = next((share for share in group if share.owner == rank), None)
@@ -202,17 +204,17 @@ class DeviceSums:
         self._tells, self._told_by = [mine] * self._ranks, [told[r] for r in range(self._ranks)]
 
     def _queue(self, work: Callable[[], object]) -> None:
-        """Queue work after the current stream's, on a separate stream; in a capture on the current stream."""
+        """Queue work on a separate stream, after the current stream's work. A capture uses the current stream."""
         device = self._device
         is_capturing, before = device.is_capturing(), device.record()
-        self._is_under_way = not is_capturing  # until `finish`
+        self._is_under_way = not is_capturing  # `finish` resets it
         with device.on(None if is_capturing else self._stream):
             stream = device.current_stream()
             if not is_capturing:
                 stream.wait_event(before)
             self._current = self._calls.stream(stream.ptr, device.ordinal)
             work()
-            # The work still needs these if the engine, or the graph that this is recorded in, is dropped.
+            # The queued work still needs these if the engine or the recorded graph is dropped.
             device.drop(self, self._accumulator.memory)
             self._behind = None if is_capturing else device.record()
 
@@ -226,7 +228,7 @@ class DeviceSums:
     def _tell(self, *, by_weight: bool) -> None:
         device = self._device
         device.copied_into(self._mine, self._words)
-        if device.is_capturing():  # each replay is another step, which the device counts, with a request of its own
+        if device.is_capturing():  # each replay has its own step number and request to stop, which the device holds
             device.copy_within(self._mine[_STEP : _STEP + 1], self._verdict.field("step"))
             device.copy_within(self._mine[_STOP : _STOP + 1], self._asked)
         device.copy_within(self._mine[_BOUNDS : _BOUNDS + 1], self._digest)
@@ -237,7 +239,7 @@ class DeviceSums:
         self._kernels.tally(self._told, self._ranks, self._sums)
 
     def _tell_drops(self, record: Any, *, by_weight: bool) -> None:
-        """Replace this rank's weight by that of the micro-batches that count, which only the device has."""
+        """Replace this rank's weight by the weight of the micro-batches that count, which only the device has."""
         copy, mine = self._device.copy_within, self._mine
         for word in (0, _WEIGHT) if by_weight else (_WEIGHT,):
             copy(mine[word : word + 1], record[:8])
@@ -247,7 +249,7 @@ class DeviceSums:
         self._calls.all_to_all(self._told_by, self._tells, self._current)
 
     def _order(self) -> None:
-        """Make the current stream, in the arena's order, wait for the calls."""
+        """Make the current stream wait for the calls, in the arena's order."""
         if self._behind is not None:
             with self._device.active():
                 self._device.current_stream().wait_event(self._behind)

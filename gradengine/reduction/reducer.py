@@ -1,7 +1,7 @@
-"""Reducer: sends spans of an accumulator once they are complete, receives their sums, and has all ranks agree on stats.
+"""Sends the complete spans of an accumulator, receives their sums, and makes all ranks agree on a step's stats.
 
-The exchange works in host memory. On the CPU that is the arena itself; a GPU's arena is copied to the host and back a
-few shares at a time.
+The exchange works in CPU memory. On the CPU this is the arena itself. A GPU's arena is copied to the CPU and back a few
+shares at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradengine.reduction.device_sums import DeviceSums
 from gradengine.reduction.stats import RUNNING_NORM, Finding, Scale, StepStats, TensorParallelGroup, agree
 
 Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
-Place: TypeAlias = tuple[int, State, int]  # a step's number and state, and how often its memory was written to
+Place: TypeAlias = tuple[int, State, int]  # a step's number and state, and the number of writes to its memory
 
 _NO_TOTALS: Float64 = np.empty(0)
 
@@ -40,11 +40,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def whole(method: _Method) -> _Method:
-    """Make an interrupted call of this method leave the step broken and close the exchanges, so that no worker waits.
+    """Make an interrupted call of this method mark the step as broken and close the exchanges, so that no worker waits.
 
-    A call during which the device fails does so too, and one that ends with another library's or a signal handler's
-    exception once it has changed something. After another error the state is what it was before the call. The method's
-    object has a `_reducer`.
+    The same happens if the device fails during a call. It also happens if a call has changed something and ends with
+    the exception of another library or a signal handler. After other errors the state is the same as before the call.
+    The method's object has a `_reducer`.
     """
 
     @functools.wraps(method)
@@ -66,13 +66,13 @@ class Reducer:
 
     Attributes:
         accumulator: The accumulator.
-        workers: The exchange over the workers with the same part of a model, if there is one.
-        parts: The group of the ranks with its other parts.
+        workers: The exchange over the workers with the same part of a model, or None.
+        parts: The group of the ranks with the model's other parts.
         step: The number of the open step, counted from 0.
-        sums: The sums over the workers in the open step, once they are here; None without other workers.
-        agreed: The stats of the open step, which all ranks have and which are final; always None for a lone one.
+        sums: The sums over the workers in the open step, after they have arrived. None without other workers.
+        agreed: The final stats of the open step, which all ranks have. Always None for a lone rank.
         is_only_worker: Whether no other worker has the same part of the model.
-        stop_request: The newest request to stop, an object of its own; a signal handler may set it at any time.
+        stop_request: The newest request to stop, as a new object. A signal handler may set it at any time.
     """
 
     def __init__(
@@ -88,43 +88,43 @@ class Reducer:
         self.parts, self._plan, self._bounds = TensorParallelGroup(accumulator), plan, bounds
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
-        self.on_device: DeviceSums | None = None  # where the workers sum on their GPUs
+        self.on_device: DeviceSums | None = None  # set if the workers sum on their GPUs
         self._layout, self._kernels, self._state = accumulator.layout, accumulator.kernels, accumulator.state
         self._is_on_host = self._kernels.device.name == "cpu"
         partials = accumulator.arena.partials
-        # The places of the host's squared sums of chunks, which a device cuts otherwise.
+        # The places of the CPU's squared sums of chunks. A device uses different chunks.
         self._host_partials = partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
         self.agreed: StepStats | None = None
         self.sums: Sums | None = None
         self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
-        self._loaded_from: Worker | None = None  # the worker whose window was loaded, while that is open
-        # Only the handler writes the first, only the step the others: a request during a step is not lost.
+        self._loaded_from: Worker | None = None  # the worker whose window was loaded, while the window is open
+        # Only the handler writes `stop_request`, and only the step writes the others. So no request in a step is lost.
         self.stop_request: object = None
-        self._read_request: object = None  # in the open step
-        self._reported: tuple[int, object] = (-1, None)  # the last request of this rank in a result, and its step
+        self._read_request: object = None  # the request that was read in the open step
+        self._reported: tuple[int, object] = (-1, None)  # this rank's last request in a result, after its step
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no rank to agree with: no other worker, and no other part of the model."""
+        """Whether there is no rank to agree with, because there is no other worker and no other part of the model."""
         return self.is_only_worker and self.parts.is_alone
 
     @property
     def waits(self) -> bool:
-        """Whether a step waits on the host for other ranks, which decide it there."""
+        """Whether a step waits on the host for other ranks."""
         return not self.is_alone and self.on_device is None
 
     @property
     def worker(self) -> Worker:
-        """This worker's rank, and the number of workers: (0, 1) without an exchange."""
+        """This worker's rank and the number of workers, (0, 1) without an exchange."""
         return (0, 1) if self.workers is None else (self.workers.rank, self.workers.world_size)
 
     @cached_property
     def _in_parts(self) -> Any:
-        """The arena, or on a GPU the object that copies its shares: cached, as it keeps an exchange's rows."""
+        """The arena, or on a GPU the object that copies its shares. Cached, because it keeps an exchange's rows."""
         return self._kernels.device.in_parts(self.accumulator.memory)
 
     def connect(self, exchange: Exchange | None, tp_exchange: Exchange | None) -> None:
-        """Join groups, which replace those of other exchanges; a step begins there anew."""
+        """Join groups, which replace those of earlier exchanges. The step begins again in them."""
         if exchange is not None:
             if self.on_device is not None and self.on_device.started:
                 what = f"step {self.step} is half summed on GPUs, and cannot be resumed"
@@ -141,7 +141,7 @@ class Reducer:
         self._leave_device()
         parts = "none" if self.parts.exchange is None else f"{self.parts.exchange.world_size} ranks"
         settings = {**self._settings, "tensor-parallel group": parts}
-        # A worker's mean needs the weight that was not dropped, which only its GPU knows.
+        # A worker's mean needs the weight that was not dropped, which only its GPU has.
         needs_weight = self._average == "per_worker" and self.accumulator.drops is not None
         by_calls = not self._is_on_host and self._layout.tp_size == 1 and not needs_weight
         with self.accumulator.arena.in_order():
@@ -154,11 +154,11 @@ class Reducer:
             try:
                 self.on_device = DeviceSums(exchange, exchange.device_calls, self.accumulator, self._plan, self._bounds)
             except BaseException:
-                exchange.close()  # others wait
+                exchange.close()  # other ranks wait for this one
                 raise
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
-        """Start spans that hold all that this worker contributes: they are sent from now on, or in `agree`."""
+        """Start spans that are complete on this worker. They are sent from now on, or in `agree`."""
         if self.workers is None or self.is_only_worker:
             return
         started = (self.on_device or self.workers).started
@@ -176,34 +176,35 @@ class Reducer:
                 self.workers.start(*new, in_background=in_background)
 
     def all_gather_object(self, what: str, facts: object) -> list[Any]:
-        """Return every worker's facts, in rank order; see `Exchange.tell`."""
+        """Return every worker's facts in rank order (see `Exchange.tell`)."""
         if self.workers is None:
             return gathered([packed(what, facts)])
         told = self.workers.tell(what, facts)
-        if packed(what, told[self.workers.rank]) != packed(what, facts):  # as bytes, in which NaN is NaN
-            do = "give each call in a step another text"
-            raise CallerError(f"'{what}' was told in step {self.step} already, with other facts", do=do)
+        if packed(what, told[self.workers.rank]) != packed(what, facts):  # bytes, because NaN differs from itself
+            do = "pass a different text to each call in a step"
+            raise CallerError(f"'{what}' was already gathered in step {self.step} with different values", do=do)
         return told
 
     def agree(self, scale: Scale, norms: str | None = None) -> StepStats:
-        """Sum the arena over all workers, and return the step's stats, the same on all of them.
+        """Sum the arena over all workers, and return the step's stats, which are the same on all workers.
 
-        Where the workers sum on their GPUs, the sums are only queued, and the totals known on the device alone.
+        If the workers sum on their GPUs, the sums are only queued, and only the device has the totals.
 
         Args:
-            scale: The loss scale, and the finite steps that a dynamic one has seen, the same on all workers.
-            norms: The running norm of a spike policy as text, the same on all workers; None without a policy.
+            scale: The loss scale, and the finite steps that a dynamic one has seen. The same on all workers.
+            norms: The running norm of a spike policy as text, the same on all workers. None without a policy.
 
         Raises:
-            WindowError: No worker had a micro-batch; all go on with the next step.
+            WindowError: No worker had a micro-batch. All workers continue with the next step.
         """
         is_alone, accumulator = self.is_only_worker and self.parts.is_alone, self.accumulator
         if self._loaded_from is not None:
             refuse_other_worker(self._loaded_from, self.worker)
         if self.agreed is not None:
-            return self.agreed  # the step had reached its verdict before; nothing is left to exchange
+            return self.agreed  # the ranks have already agreed on this step
         if not self._is_on_host:
-            self._kernels.device.wait_for(accumulator.producers)  # refuses one that records a graph, before all else
+            # This comes first because it refuses a stream that records a graph.
+            self._kernels.device.wait_for(accumulator.producers)
         if self.workers is None and is_alone:
             warn_of_other_ranks()
         accumulator.close(measure=self.is_only_worker or accumulator.keeps_first)
@@ -217,20 +218,20 @@ class Reducer:
             stats = self._agree_on_host(scale, norms)
         self._state.enter(Event.AGREE)
         if self.on_device is None and not stats.micro_batches:
-            self.begin(self.step + 1)  # as all ranks do
+            self.begin(self.step + 1)  # all ranks do the same
             got = f"0 micro-batches on each of {self.worker[1]} workers"
-            do = "add() gradients first; all go on with the next step"
+            do = "add() gradients before each step(); all workers continue with the next step"
             raise WindowError("step without a micro-batch on any worker", got=got, expected="at least 1", do=do)
         self.agreed = None if is_alone else stats
         return stats
 
     def asks_to_stop(self) -> bool:
-        """Read whether this rank asks all ranks to stop after the open step; one that is recorded is not made."""
+        """Return whether this rank requests that all ranks stop after the open step. A recorded step never does."""
         self._read_request = self.stop_request
         return self._read_request is not self._reported[1] and self._state.now is not State.RECORDED
 
     def divisor(self, stats: StepStats) -> float:
-        """The number by which the sum over all workers is divided; 1 where only the device knows it."""
+        """Return the number by which the sum over all workers is divided. 1 if only the device has it."""
         if self.on_device is not None:
             return 1.0
         if self._average == "prescaled":
@@ -240,33 +241,34 @@ class Reducer:
         return stats.workers if self._average == "per_worker" and not self.is_only_worker else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
-        """The error for NaN or Inf in the components at these positions; it names the worker that contributed it."""
+        """Return the error for NaN or Inf in the components at these positions. It names the contributing worker."""
         found = self.parts.first_found(self._first_found(bad), self.step)
         (position, index, value, rank), tp_rank = found or ((bad[0], 0, math.nan, None), None)
         name = self._layout.slots[position].name
         return NonFiniteGradient(name, index, value, step=self.step, rank=rank, tp_rank=tp_rank)
 
     def fail(self) -> None:
-        """Keep the window after an exchange failed: it takes no more, and the step can be run again."""
+        """Keep the window after an exchange failed. It takes no more gradients, and the step can be run again."""
         self._state.enter(Event.FAIL)
         self.agreed = None
 
     def discard(self, *, is_queued: bool) -> None:
-        """Forget the window. If part of it was sent already, the exchanges are closed, as that cannot be taken back.
+        """Drop the window. If part of it was already sent, the exchanges are closed, because it cannot be taken back.
 
-        A step that all ranks agreed on was dropped or made by the others: its number is not used again. Nor is it if
-        `is_queued`: the device may still report its verdict, which would be taken for the next step's.
+        The number of a step that all ranks agreed on is not used again, because the other ranks have made or dropped
+        that step. It is not used again either if `is_queued`, because the device may still report the step's verdict.
+        That verdict would be taken for the next step's.
         """
-        now, self._state.now = self._state.now, State.BROKEN  # until the next one is open
+        now, self._state.now = self._state.now, State.BROKEN  # `begin` ends this state
         if now in {State.SENDING, State.FAILED, State.BROKEN}:
             self._leave()
         self.begin(self.step + (now is State.AGREED or is_queued))
 
     def break_off_after(self, fault: BaseException, before: Place) -> None:
-        """Break off the step in which a call began, at this place, if it was interrupted, or lost the device."""
+        """Break off the step at whose place `before` a call began, if the call was interrupted or lost the device."""
         now, is_ours = (self.step, self._state.now, self._state.changes), isinstance(fault, GradientError)
         is_broken = self._state.now is State.BROKEN and not is_ours
-        # A signal handler's exception may come after the last line that changed something.
+        # A signal handler may raise its exception after the last line that changed something.
         is_late = now != before and not is_ours and not isinstance(fault, MemoryError)
         if is_broken or is_late or isinstance(fault, DeviceFailed) or not isinstance(fault, Exception):
             self.break_off(before[0])
@@ -274,15 +276,15 @@ class Reducer:
     def break_off(self, step: int) -> None:
         """Mark the step of this number as broken after an interrupt, and close the exchanges, so that no rank waits.
 
-        The step counts as not made, even if only its result was missing; ranks that have made it then differ in number.
+        The step counts as not made, even if only its result was missing. Ranks that have made it are one step ahead.
         """
         self._state.now, self.step = State.BROKEN, step
-        if self._reported[0] == step:  # in a result that nobody has
+        if self._reported[0] == step:  # the result was never returned
             self._reported = (-1, None)
         self._leave()
 
     def facts(self) -> Facts:
-        """Values for the texts of refusals."""
+        """Return the values for the texts of refusals."""
         is_over_mpi = self.workers is not None and self.workers.url == MPI_URL
         return {
             "step": f"step {self.step}",
@@ -292,16 +294,16 @@ class Reducer:
         }
 
     def refuse_other_group(self, sums: object) -> None:
-        """Raise `CallerError` if a window was captured with other workers or alone, or if a step waits for workers."""
+        """Raise `CallerError` if a step waits for other workers, or a window was captured with different workers."""
         if self.waits:
             raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
         if sums is not self.on_device:
             raise CallerError("the window was captured with other workers", do="capture it again")
 
     def begin(self, step: int, whose: Worker | None = None, *, is_made: bool = False) -> None:
-        """Begin the step of this number with an empty window; `whose` is the worker whose window is loaded next.
+        """Begin the step of this number with an empty window. `whose` is the worker whose window is loaded next.
 
-        `is_made` says that the step before was made: its result reports the request to stop that it has read.
+        If `is_made`, the step before was made, and its result reports the request to stop that it has read.
         """
         for exchange in (self.workers, self.parts.exchange):
             if exchange is not None:
@@ -313,7 +315,7 @@ class Reducer:
         self.step = step
         if is_made and self._read_request is not self._reported[1]:
             self._reported = step - 1, self._read_request
-        self._state.now = State.EMPTY  # last: before it the step is what it was, or BROKEN
+        self._state.now = State.EMPTY  # last, so that an interrupt leaves the earlier state or BROKEN
 
     # ---- inside ----
 
@@ -329,7 +331,7 @@ class Reducer:
         self.start(self._layout.spans, in_background=False)
         self.sums = self.workers.wait()
         self._state.enter(Event.SEND)
-        # The exchange has measured the sums, the same on all devices: a device rounds in another order than a host.
+        # The exchange has measured the sums with one result for all devices. A device would round in a different order.
         totals = self._host_partials.totals_of(self.sums.squares)
         mine = self.parts.agree(self._stats(totals, self.accumulator.own_square()), self.step, terms)
         return agree(self.workers, mine, self.step, terms)
@@ -365,7 +367,7 @@ class Reducer:
     def _first_found(self, suspects: Sequence[int]) -> Finding | None:
         for rank, index, value in () if self.sums is None else self.sums.bad:
             for position, slot in enumerate(self._layout.slots):
-                if slot.offset <= index < slot.stop:  # else it is in padding, which is no gradient
+                if slot.offset <= index < slot.stop:  # padding is no gradient
                     return position, index - slot.offset, value, rank
         for position in suspects:
             with self.accumulator.arena.in_order():
@@ -381,7 +383,7 @@ class Reducer:
         return StepStats(weight, count, totals, accumulator.unused, stop=stop, dropped=dropped, square=square)
 
     def _stats_on_device(self, drops: Drops) -> StepStats:
-        """The stats of a lone engine on a GPU, which alone has the weight of the micro-batches that it did not drop."""
+        """Return the stats of a lone engine on a GPU. Only the GPU has the weight of the micro-batches that count."""
         accumulator = self.accumulator
         weight, count, stop = drops.kept.field("weight"), accumulator.accumulated_count, self.asks_to_stop()
         divisor = None if self._average == "prescaled" else weight
@@ -389,7 +391,7 @@ class Reducer:
         return replace(stats, dropped=drops.kept.field("dropped"), counted=weight)
 
     def _to_mean(self, span: Span) -> None:
-        """Turn the span's sum into this worker's mean, only once in a step."""
+        """Turn the span's sum into this worker's mean, at most once in a step."""
         accumulator = self.accumulator
         if span.key in self._means or not accumulator.total_weight:
             return

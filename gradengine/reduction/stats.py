@@ -1,8 +1,9 @@
-"""The stats of a step that all ranks agree on: weights and counts of all workers, and the norm of a whole model.
+"""The stats of a step on which all ranks agree, with the weights and counts of all workers and the norm of a model.
 
-The ranks of a tensor-parallel group hold parts of a model. Squared sums of sharded components add up over the group and
-those of replicated ones count once, so that all ranks find the norm, the clip scale and the verdict of the whole model.
-No gradient is sent: those of replicated components must be the same on all ranks, and their squared sums are compared.
+The ranks of a tensor-parallel group hold parts of a model. Squared sums of sharded components add up over the group.
+Those of replicated components count once. So all ranks find the norm, the clip scale and the verdict of the whole
+model. No gradient is sent. Gradients of replicated components must be the same on all ranks, and their squared sums are
+compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Scale: TypeAlias = tuple[float, int]  # the loss scale, and the finite steps in 
 Terms: TypeAlias = Mapping[str, str]  # a step's settings by name, as text, which must be the same on all ranks
 Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, worker's rank
 
-RUNNING_NORM = "running norm"  # the term that no caller gives
+RUNNING_NORM = "running norm"  # the only term that no caller passes
 _FINDINGS = [int, int, float, int], [int, int, float, type(None)]
 _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 1e-6 at most
 
@@ -39,33 +40,33 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 class StepStats:
     """One worker's part of a window, or all workers' together."""
 
-    weight: Scalar  # a float, or of ranks that sum on their GPUs an array there, as `micro_batches`
+    weight: Scalar  # a float, or a device scalar if the ranks sum on their GPUs
     micro_batches: Scalar
     totals: Float64  # squared sum of each component
     unused: Flags
     workers: int = 1  # workers that had a micro-batch which was not dropped
-    stop: Scalar = False  # whether a rank asks all ranks to stop; on the GPU 0.0 or 1.0, as `weight`
-    square: float | None = None  # the squared norm of this rank's own sum, if it is to be told and known
+    stop: Scalar = False  # whether a rank requests a stop; 0.0 or 1.0 if it is a device scalar
+    square: float | None = None  # the squared norm of this rank's own sum, if it is known and is to be sent
     by_rank: tuple[StepStats, ...] = ()  # each rank's stats, in rank order, if they agreed on the host
-    on_device: Scalar = None  # the part of the divisor that only the device knows
-    dropped: Scalar = 0  # of `micro_batches` those that were dropped, which have no weight
-    counted: Scalar = None  # `weight`, if micro-batches are dropped and only the device knows it
-    ask_device: Callable[[], Flags] | None = None  # tells what no rank used, where `unused` is this rank's own
+    on_device: Scalar = None  # the part of the divisor that only the device has
+    dropped: Scalar = 0  # dropped micro-batches, which are in `micro_batches` and have no weight
+    counted: Scalar = None  # `weight`, if micro-batches can be dropped and only the device has it
+    ask_device: Callable[[], Flags] | None = None  # returns the flags of all ranks, if `unused` is this rank's own
 
     def unused_by_all(self) -> Flags:
-        """Return the components without a gradient on any rank; where only a device knows them, this waits for it."""
-        # A component that this rank has used is not unused: if it has used all, no device need be asked.
+        """Return the components without a gradient on any rank. If only a device has them, this waits for it."""
+        # If this rank has used all components, none is unused by all ranks, and the device need not be read.
         return self.unused if self.ask_device is None or not self.unused.any() else self.ask_device()
 
 
 def agree(exchange: Exchange, mine: StepStats, step: int, terms: Terms) -> StepStats:
-    """Return the same stats on all ranks: weights and counts summed in rank order.
+    """Return the same stats on all ranks, with weights and counts summed in rank order.
 
-    The squared sums are each rank's own: all have them from the shares' owners, bit for bit.
+    The squared sums are this rank's own. They are bitwise equal on all ranks, because the shares' owners sent them.
 
     Raises:
-        ExchangeError: A rank is at another step, or has other terms.
-        ProtocolError: A rank's stats are impossible.
+        ExchangeError: A rank is at a different step, or has different terms.
+        ProtocolError: A rank's stats are invalid.
     """
     stats, unused = stats_of_all(exchange, mine, step, terms)
     weight, count = ordered_sum([one.weight for one in stats]), sum(one.micro_batches for one in stats)
@@ -77,15 +78,15 @@ def agree(exchange: Exchange, mine: StepStats, step: int, terms: Terms) -> StepS
 def stats_of_all(
     exchange: Exchange, mine: StepStats, step: int, terms: Terms, window: str = ""
 ) -> tuple[list[StepStats], Flags]:
-    """Return every rank's stats, in rank order, and flags of the components that got no gradient on any rank.
+    """Return every rank's stats in rank order, and flags of the components without a gradient on any rank.
 
     Args:
         exchange: The exchange over these ranks.
         mine: This rank's stats.
-        step: The step's number, which must be the same on all of them.
+        step: The step's number, which must be the same on all ranks.
         terms: The step's settings.
-        window: The window's weights as text, which must be the same on all ranks too. With it the ranks also send
-            their squared sums.
+        window: The window's weights as text, which must be the same on all ranks too. If it is not empty, the ranks
+            also send their squared sums.
 
     Raises:
         ExchangeError, ProtocolError: As `agree`.
@@ -94,21 +95,21 @@ def stats_of_all(
     totals = mine.totals.astype("<f8").tobytes() if window else b""
     facts = [mine.weight, mine.micro_batches, mine.unused.tobytes(), totals, mine.stop, mine.dropped, mine.square]
     own = [alike, *facts]
-    # Not by `tell`, which keeps its answers: a step that was refused is run again with the right loss scale.
+    # `tell` would keep its answers, but a step that was refused is run again with the right loss scale.
     told = gathered(exchange.all_gather(packed(f"stats of step {step}", own)))
     stats = [_read(rank, facts, own) for rank, facts in enumerate(told)]
     for rank, facts in enumerate(told):
         for name in alike:
             got, expected = facts[0].get(name), told[0][0].get(name)
             if got != expected:
-                do = "load one checkpoint on all ranks" if name == RUNNING_NORM else "give all ranks the same"
-                what = f"rank {rank} has another {name} than rank 0"
+                do = "load one checkpoint on all ranks" if name == RUNNING_NORM else "use the same value on all ranks"
+                what = f"rank {rank} has a different {name} than rank 0"
                 raise ExchangeError(what, got=got, expected=expected, do=do)
     return stats, np.logical_and.reduce([one.unused for one in stats])
 
 
 def _read(rank: int, facts: Any, own: list[Any]) -> StepStats:
-    """Return the stats in a rank's facts, which have the types and sizes of this rank's own."""
+    """Return the stats in a rank's facts. The facts must have the types and sizes of this rank's own facts."""
     if isinstance(facts, list) and [*map(type, facts[:-1])] == [*map(type, own[:-1])]:
         _, weight, count, flags, totals, stop, dropped, square = facts
         is_counted = 0 <= dropped <= count and isinstance(square, float | None)
@@ -116,13 +117,13 @@ def _read(rank: int, facts: Any, own: list[Any]) -> StepStats:
         if is_weighed and [len(flags), len(totals)] == [*map(len, own[3:5])]:
             told = {"stop": stop, "dropped": dropped, "square": square}
             return StepStats(weight, count, np.frombuffer(totals, "<f8"), np.frombuffer(flags, np.uint8) != 0, **told)
-    what, expected = f"rank {rank}'s stats are impossible", "a weight and micro-batches, or 0 and none"
+    what, expected = f"rank {rank}'s stats are invalid", "a weight and micro-batches, or 0 and none"
     raise ProtocolError(what, got=facts, expected=expected)
 
 
 @final
 class TensorParallelGroup:
-    """One rank's side of the group that shares a model; `exchange` is over its ranks, None without a group."""
+    """One rank's side of the group that shares a model. `exchange` is over its ranks, or None without a group."""
 
     def __init__(self, accumulator: PerBlockGradientAccumulator) -> None:
         self._accumulator = accumulator
@@ -132,20 +133,20 @@ class TensorParallelGroup:
         self.is_alone = True
 
     def join(self, exchange: Exchange, step: int, settings: Mapping[str, str]) -> None:
-        """Join the group; its ranks compare settings, and names, shapes and partitions of all components."""
+        """Join the group. Its ranks compare settings, and names, shapes and partitions of all components."""
         layout = self._accumulator.layout
         if (exchange.rank, exchange.world_size) != (layout.tp_rank, layout.tp_size):
             got, expected = f"rank {exchange.rank} of {exchange.world_size}", f"{layout.tp_rank} of {layout.tp_size}"
-            do = "connect each rank as its tp_rank of its TensorParallelConfig"
+            do = "connect each rank with the tp_rank of its TensorParallelConfig"
             raise CallerError("tp_exchange does not fit the layout", got=got, expected=f"tp_rank {expected}", do=do)
-        with _InGroup():  # the layout has no elements: nothing is summed
+        with _InGroup():  # the layout has no elements, so nothing is summed
             compared = {f"{slot.name} ({slot.partition})": (0, *slot.shape) for slot in self._slots}
             nothing = np.empty(0, np.float32)
             exchange.bind(GradientLayout.of(compared), nothing, step=step, settings=settings, replaces=self.exchange)
             self.exchange, self.is_alone = exchange, exchange.world_size == 1
 
     def agree(self, mine: StepStats, step: int, terms: Terms) -> StepStats:
-        """Return the whole model's stats from this rank's: the same on all ranks of the group."""
+        """Return the whole model's stats, which are the same on all ranks of the group. `mine` are this rank's."""
         if self.exchange is None or self.is_alone:
             return mine
         with _InGroup():
@@ -154,7 +155,7 @@ class TensorParallelGroup:
             return replace(mine, totals=totals, unused=unused, stop=any(part.stop for part in parts))
 
     def first_found(self, mine: Finding | None, step: int) -> tuple[Finding, int | None] | None:
-        """Return the first finding of all ranks, in layout order, and its rank; `mine` is this rank's."""
+        """Return the first finding of all ranks in layout order, and its rank. `mine` is this rank's finding."""
         if self.exchange is None or self.is_alone:
             return mine and (mine, None)
         with _InGroup():
@@ -164,7 +165,7 @@ class TensorParallelGroup:
                 if kinds in _FINDINGS and 0 <= facts[0] < len(self._slots):
                     found.append((facts, tp_rank))
                 elif facts is not None:
-                    raise ProtocolError(f"the finding of rank {tp_rank} is impossible", got=facts)
+                    raise ProtocolError(f"the finding of rank {tp_rank} is invalid", got=facts)
         return min(found, key=lambda finding: finding[0][0], default=None)
 
     # ---- inside ----
@@ -192,7 +193,7 @@ class _InGroup(AbstractContextManager[None]):
 
 
 def _described(weights: Sequence[float]) -> str:
-    """A window's micro-batches as text, equal only if all weights are equal."""
+    """Return a window's micro-batches as text. Two texts are equal only if all weights are equal."""
     shown = ", ".join(f"{weight:.9g}" for weight in weights)
     digest = hashlib.sha256(shown.encode()).hexdigest()[:12]
     return f"{len(weights)} micro-batches of weight {shown:.99} (sha256 {digest})"
