@@ -10,7 +10,7 @@ from gradengine import __version__
 from gradengine.commands.doctor import sections, show
 from gradengine.errors import CallerError, GradientError
 
-_EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}  # package -> the extra of ours that installs it
+_EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}  # package -> gradengine's extra that installs it
 _HELP = """\
 gradengine doctor     installed packages, usable devices, and what connect() would read and start
 gradengine --version  the version
@@ -22,9 +22,9 @@ _ENDED = {130: "interrupted", 143: "terminated"}  # the exit codes that shells u
 
 
 def main() -> None:
-    """Run the command line; an error that the user can correct is one line on stderr, without a traceback.
+    """Run the command line. An error that the user can correct is one line on stderr, without a traceback.
 
-    The exit code is 2 if the command cannot be carried out as it was given, 1 if it failed.
+    The exit code is 2 if the command is invalid as given, and 1 if it failed.
     """
     try:
         _run(sys.argv[1:])
@@ -38,18 +38,18 @@ def main() -> None:
     except OSError as fault:
         if fault.errno not in {errno.ENOSPC, errno.EPIPE}:
             raise
-        sys.stdout = None  # its flush at the end of the process would fail again
+        sys.stdout = None  # the flush at the end of the process would fail again
         _end(1, f"cannot write to stdout: {fault.strerror}")
     except KeyboardInterrupt:
         _end(130, _ENDED[130])
     except SystemExit as end:
-        if end.code in _ENDED:  # typer's, for a KeyboardInterrupt; or of SIGTERM
+        if end.code in _ENDED:  # raised by typer for a KeyboardInterrupt, or after SIGTERM
             _end(end.code, _ENDED[end.code])
         raise
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run the command line; where typer or rich is not installed, only the commands that need neither."""
+    """Run the command line. If typer or rich is not installed, run only the commands that need neither."""
     try:
         from gradengine.commands.cli import app  # noqa: PLC0415  (it may need a package that is not installed)
     except ModuleNotFoundError as fault:

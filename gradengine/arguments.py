@@ -12,13 +12,13 @@ import numpy as np
 from gradengine.errors import CallerError
 
 MOST = (1 << 63) - 1  # the largest of C's and NumPy's integers
-MOST_RANKS = 1 << 16  # of a group
+MOST_RANKS = 1 << 16  # ranks of a group
 _LONGEST_TUPLE = 8  # items shown
 _LONGEST_FAULT = 300  # characters shown of another library's error
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST, kind: type[CallerError] = CallerError) -> int:
-    """The value as a plain integer, of any integer type but bool; raises `kind` if it is another or out of range."""
+    """Return the value as a plain integer. Raises `kind` if it is a bool, not an integer, or out of range."""
     number = as_index(value)
     if number is not None and least <= number <= most:
         return number
@@ -28,60 +28,60 @@ def whole_number(name: str, value: object, least: int, most: int = MOST, kind: t
 
 
 def checked_rank(rank: int, size: int, names: tuple[str, str] = ("rank", "world_size")) -> tuple[int, int]:
-    """A rank and the size of its group as plain integers; raises `CallerError` unless 0 <= rank < size <= 65536."""
+    """Return a rank and its group's size as plain integers. Raises `CallerError` unless 0 <= rank < size <= 65536."""
     rank_name, size_name = names
     count = whole_number(size_name, size, 1, MOST_RANKS)
     return whole_number(f"{rank_name} of {size_name}={count}", rank, 0, count - 1), count
 
 
 def as_index(value: Any) -> int | None:
-    """The value as a plain integer; None where it is not a whole number. A bool is not one."""
+    """Return the value as a plain integer, or None if it is not a whole number. A bool is not one."""
     is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     try:
         return None if is_truth else operator.index(value)
-    except TypeError:  # an array of several too, and one that is traced
+    except TypeError:  # also raised by an array of several elements or a traced array
         return None
 
 
 def as_float(value: object) -> float:
-    """The value as a float; NaN where it is not a real number, so that a comparison written for NaN refuses it."""
+    """Return the value as a float, or NaN if it is not a real number, so that a range check refuses it."""
     number = as_number(value)
     return math.nan if number is None else number
 
 
 def as_number(value: Any) -> float | None:
-    """The value of a Python or NumPy number, or of an array without dimensions, as a float, infinity and NaN included.
+    """Return a Python or NumPy number, or an array without dimensions, as a float. Infinity and NaN are numbers.
 
-    None if the value is not a real number, or is larger than any float, text or a bool.
+    Returns None if the value is not a real number, is larger than any float, or is text or a bool.
     """
     dtype, is_number = str(getattr(value, "dtype", "float")), hasattr(value, "__float__") or hasattr(value, "__index__")
     is_other = isinstance(value, (bool, np.ma.MaskedArray)) or bool(getattr(value, "ndim", 0))
     if is_other or not is_number or not ("float" in dtype or "int" in dtype):
         return None
-    try:  # torch warns of a tensor that autograd watches
+    try:  # torch warns about a tensor that is not detached from autograd
         return float(value.detach() if hasattr(value, "detach") else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor that has no value yet
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor without a value yet is a RuntimeError
         return None
 
 
 def out_of_range(
     name: str, value: object, expected: str, kind: type[CallerError] = CallerError, do: str | None = None
 ) -> CallerError:
-    """The error for a value that is not a number, or not in the expected range."""
+    """Return the error for a value that is not a number, or not in the expected range."""
     is_number = as_number(value) is not None or as_index(value) is not None  # an integer may be larger than any float
     fault = "out of range" if is_number else "not a number"
     return kind(f"{name} is {fault}", got=said(value), expected=expected, do=do)
 
 
 def truth_value(name: str, value: object) -> bool:
-    """A Python or NumPy bool as a plain bool; raises `CallerError` for anything else, truthy or not."""
+    """Return a Python or NumPy bool as a plain bool. Raises `CallerError` for any other value."""
     if not isinstance(value, (bool, np.bool_)):
         raise CallerError(f"{name} is not a bool", got=said(value), expected="True or False")
     return bool(value)
 
 
 def said(value: object) -> object:
-    """A value as error messages show it: numbers, short text and errors themselves, otherwise the type's name.
+    """Return a value as error messages show it. Numbers, short text and errors are shown, other values by their type.
 
     >>> said("a"), said(2), said([1, 2]), said(KeyError("w"))
     ("'a'", 2, 'list', "KeyError: 'w'")
@@ -101,16 +101,16 @@ def said(value: object) -> object:
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """The items of an iterable, as a list; raises `CallerError` if it is text, or not iterable."""
+    """Return the items of an iterable as a list. Raises `CallerError` if it is text, or not iterable."""
     return list(iterated(name, values))
 
 
 def iterated(name: str, values: Any) -> Iterator[Any]:
-    """An iterator over an iterable; raises `CallerError` if it is text, or not iterable."""
+    """Return an iterator over an iterable. Raises `CallerError` if it is text, or not iterable."""
     items: Any = None if isinstance(values, (str, bytes)) else values
     try:
         return iter(items)
-    except TypeError:  # an array without dimensions too
+    except TypeError:  # also raised by an array without dimensions
         raise CallerError(f"{name} is not a sequence", got=said(values), expected="a list") from None
 
 
@@ -135,8 +135,8 @@ def refuse_other_kind(name: str, value: object, kind: type, do: str | None = Non
 
 
 def checked_seconds(name: str, seconds: float) -> float:
-    """Return the seconds as a float; raises `CallerError` unless they are above 0 and at most 1e9."""
+    """Return the seconds as a float. Raises `CallerError` unless they are above 0 and at most 1e9."""
     number = as_float(seconds)
-    if not 0 < number <= 1e9:  # also true of NaN
+    if not 0 < number <= 1e9:  # true for NaN too
         raise out_of_range(name, seconds, "seconds above 0, at most 1e9")
     return number

@@ -1,8 +1,8 @@
-"""Exceptions of this package: what failed and where, got and expected, and what to do about it.
+"""Exceptions of this package. A message names the failure and its place, got and expected values, and one action.
 
-`CallerError` is a wrong call, `ExchangeError` a failed peer or connection, `NonFiniteGradient` a diverged model. After
-each of them the state is what it was before the failed call; after `DeviceFailed` the process can only be ended.
-Messages may hold text of a peer or a million names: they are printable, and of bounded length.
+`CallerError` is a wrong call, `ExchangeError` a failed peer or connection, and `NonFiniteGradient` a diverged model.
+After each of them the state is the same as before the failed call. After `DeviceFailed` the process can only be ended.
+Messages are printable and of bounded length, because they may hold text of a peer or a million names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class GradientError(Exception):
     """Base class of every error of this package.
 
     Args:
-        what: What failed and where, one clause.
+        what: The failure and its place, as one clause.
         got: The value that was found.
-        expected: What would have been valid.
-        do: What the reader can do now.
+        expected: The values that are valid.
+        do: The action that the reader can take now.
 
     Example:
         >>> print(GradientError("'w_q' is short", got="3 elements", expected="4 elements", do="pass it whole"))
@@ -52,7 +52,7 @@ class BufferRefused(CallerError):
 
 
 class LayoutMismatch(CallerError):
-    """An unknown or missing component or block, or one of another shape than the layout's."""
+    """An unknown or missing component or block, or one whose shape differs from the layout's."""
 
 
 class WindowError(CallerError):
@@ -60,15 +60,15 @@ class WindowError(CallerError):
 
 
 class DeviceUnavailable(CallerError):
-    """A device that cannot be used here; the message names what is missing and how to install it."""
+    """A device that cannot be used here. The message names the missing part and how to install it."""
 
 
 class OutOfDeviceMemory(CallerError):
-    """Too little free memory on the device; nothing stays allocated."""
+    """Too little free memory on the device. Nothing stays allocated."""
 
 
 class DeviceFailed(GradientError):
-    """Work on a GPU that ended in an error, ours or another library's: this process can do nothing more on that GPU."""
+    """Work on a GPU, of gradengine or another library, that ended in an error. The process cannot use the GPU again."""
 
 
 class NonFiniteGradient(GradientError, RuntimeError):
@@ -77,11 +77,11 @@ class NonFiniteGradient(GradientError, RuntimeError):
     Attributes:
         component: The component's name.
         index: Flat index of the component's first element that is not finite.
-        value: The element's value: in the rank's own contribution if still known, else in the sum.
-        rank: The rank that contributed the value; None if the sum itself overflowed or there is one worker.
-        tp_rank: The tensor-parallel rank whose shard `index` refers to; None without such a group.
-        step: The step it happened in.
-        is_late: Whether the step was over when the error was raised, as that of an asynchronous step on a GPU.
+        value: The element's value in the rank's own contribution if it is still known, otherwise in the sum.
+        rank: The rank that contributed the value. None if the sum itself overflowed or there is one worker.
+        tp_rank: The tensor-parallel rank whose shard `index` refers to. None without such a group.
+        step: The number of the step with the value.
+        is_late: Whether the step was over when the error was raised, as for an asynchronous step on a GPU.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NonFiniteGradient(GradientError, RuntimeError):
             f"step {step}: gradient '{component}'{source} is not finite at index {index}",
             got=value,
             expected="a finite number",
-            do="zeros were handed back in that step (a deferred one left the sum); on_non_finite='skip' raises nothing"
+            do="that step returned zeros (a deferred step left the sum); pass on_non_finite='skip' to skip such steps"
             if is_late
             else "the micro-batches are kept: call discard() to drop them, or use on_non_finite='skip'",
         )
@@ -114,11 +114,11 @@ class NonFiniteGradient(GradientError, RuntimeError):
 
 
 class ExchangeError(GradientError):
-    """A failed exchange. The engine knows which buckets are summed, so that the step can be run again."""
+    """A failed exchange. The step can be run again, because the engine records which buckets are summed."""
 
 
 class HandshakeRefused(ExchangeError):
-    """A refused join: the ranks' layout, settings, world size, wire version or secret differ, or a rank is taken."""
+    """A refused join. The ranks' layout, settings, world size, wire version or secret differ, or a rank is taken."""
 
 
 class ProtocolError(ExchangeError):
@@ -130,24 +130,24 @@ class PeerLost(ExchangeError):
 
 
 class DeadlineExceeded(ExchangeError):
-    """No progress for longer than the timeout; the message names the ranks that are late and those that wait."""
+    """No progress for longer than the timeout. The message names the ranks that are late and those that wait."""
 
 
 def _printable(value: object, limit: int) -> str:
-    """Return a value as text of about `limit` characters. Control characters are escaped: it may be a peer's text."""
+    """Return a value as text of about `limit` characters, with control characters of a peer's text escaped."""
     text = _shortened(reprlib.repr(value) if isinstance(value, (list, tuple, dict)) else str(value), limit)
     return _shortened("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text), limit)
 
 
 def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit + 60:  # the note about what was cut would be as long
+    if len(text) <= limit + 60:  # the note about the cut would be as long
         return text
     tail = limit // 4  # the advice is at the end
     return f"{text[: limit - tail]} ... ({len(text) - limit} more characters) ... {text[-tail:]}"
 
 
 def not_copied(do: str) -> Callable[[Any, SupportsIndex], NoReturn]:
-    """Return the `__reduce_ex__` of a class that holds memory or a connection: to copy or pickle it is an error."""
+    """Return a `__reduce_ex__` that refuses to copy or pickle an object with memory or a connection."""
 
     def refuse(self: object, _protocol: SupportsIndex) -> NoReturn:
         raise CallerError(f"{type(self).__name__} cannot be copied or pickled", do=do)

@@ -7,10 +7,10 @@ import threading
 
 
 class Bell:
-    """Wakes the thread that waits for it, or else the next one to wait.
+    """Wakes the thread that waits for it, or otherwise the next thread to wait.
 
-    One bare lock: Ctrl-C in the Python code of `threading.Event` leaves its lock locked for good, and Python 3.10's
-    `SimpleQueue.get` may wait for ever when its timeout has just passed.
+    It is one bare lock. Ctrl-C in the Python code of `threading.Event` would leave the event's lock locked forever.
+    Python 3.10's `SimpleQueue.get` may wait forever if its timeout has just passed.
     """
 
     def __init__(self) -> None:
@@ -18,10 +18,10 @@ class Bell:
         self._silence.acquire()
 
     def ring(self) -> None:
-        """End the wait that is under way, or else the next one."""
-        with contextlib.suppress(RuntimeError):  # rung already, and not waited for since
+        """End the current wait, or otherwise the next one."""
+        with contextlib.suppress(RuntimeError):  # already rung, and not waited for since
             self._silence.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the bell is rung; returns False if that takes longer than `seconds`."""
+        """Wait until the bell is rung. Returns False if that takes longer than `seconds`."""
         return self._silence.acquire(timeout=-1 if seconds is None else seconds)
