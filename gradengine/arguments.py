@@ -39,7 +39,7 @@ def as_index(value: Any) -> int | None:
     is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     try:
         return None if is_truth else operator.index(value)
-    except TypeError:  # also raised by an array of several elements or a traced array
+    except TypeError:  # an array of several elements and a traced array raise it too
         return None
 
 
@@ -110,7 +110,7 @@ def iterated(name: str, values: Any) -> Iterator[Any]:
     items: Any = None if isinstance(values, (str, bytes)) else values
     try:
         return iter(items)
-    except TypeError:  # also raised by an array without dimensions
+    except TypeError:  # an array without dimensions raises it too
         raise CallerError(f"{name} is not a sequence", got=said(values), expected="a list") from None
 
 

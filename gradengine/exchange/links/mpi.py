@@ -57,7 +57,7 @@ class MpiLink(Link):
         self._requests: list[Any] = []
         self._transfers: list[tuple[Completion, Memory]] = []  # one for each request
         self._counts: Counter[tuple[str, int]] = Counter()  # transfers that are over, keyed by (kind, rank)
-        self._farewells: dict[int, Memory] = {}  # for each closed rank its counts, and the rank that it had lost
+        self._farewells: dict[int, Memory] = {}  # counts of each closed rank, and the rank that it had lost
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         for peer in self._peers:
             self.receive(peer, _FAREWELL, np.zeros(3, "<i8"))
@@ -203,7 +203,7 @@ def _is_over(request: Any, deadline: float) -> bool:
 
 
 def _end(mpi: Any, process: int) -> None:
-    """Close the links and wait until all ranks have closed theirs. Abort the job if a link has failed."""
+    """Close the links and wait until all ranks have done the same. Abort the job if a link has failed."""
     # A forked child must not use its parent's links. It would send farewells for the parent, or abort its job.
     if process != os.getpid() or mpi.Is_finalized():
         return

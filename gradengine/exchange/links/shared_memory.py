@@ -30,7 +30,7 @@ from gradengine.exchange.links.link import DAMAGED, RECEIVE, SEND, Completion, M
 from gradengine.exchange.links.sockets import EMPTY, Connection, SocketLink
 
 # Bits of tags. A message with `_LENT` holds the offset and size of lent memory. One with `_RELEASED` is empty, and
-# reports that lent memory was read.
+# reports that the receiver has read the memory.
 _LENT, _RELEASED = 1 << 22, 1 << 23
 _PLACE = struct.Struct("<QQ")
 _NOTHING: Memory = np.empty(0, np.uint8)
@@ -80,7 +80,7 @@ class SharedMemoryLink(SocketLink):
 
     def receive(self, peer: int, tag: int, memory: Memory) -> None:
         super().receive(peer, tag, memory)
-        self.borrow(peer, tag)  # the sender decides whether it sends or lends
+        self.borrow(peer, tag)  # the sender may send the message in either way
 
     def borrow(self, peer: int, tag: int) -> None:
         super().receive(peer, tag | _LENT, np.empty(_PLACE.size, np.uint8))
@@ -108,7 +108,7 @@ class SharedMemoryLink(SocketLink):
         kind, peer, tag = transfer
         own, memory = tag % _LENT, self._open.pop(transfer)
         if is_damaged or tag == own:
-            if kind == RECEIVE:  # the message was either sent or lent
+            if kind == RECEIVE:  # the other way to receive this message is not needed
                 self._open.pop(transfer._replace(tag=tag ^ _LENT), None)
             self._over.append(Completion(DAMAGED if is_damaged else kind, peer, own))
         elif tag & _LENT and kind == SEND:
