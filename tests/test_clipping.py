@@ -143,7 +143,7 @@ def test_ranks_with_another_bound_are_told_before_anything_is_handed_back(groups
         if groups is None and exchange.rank:
             engine.max_norm = 2.0
         engine.add([np.ones(1, np.float32)] * 60)
-        with pytest.raises(ExchangeError, match="rank 1 has .*max_norm"):
+        with pytest.raises(ExchangeError, match=r"rank 1 has .*max_norm"):
             engine.step()
         engine.max_norm = 1.0 if groups is None else dict.fromkeys(engine.max_norm, 1.0)
         return number_of(engine.step().scale)

@@ -172,7 +172,7 @@ def test_another_size_is_refused(links):
     memory = np.zeros(3)
     second.receive(0, 4, memory)
     first.send(1, 4, np.ones(2))
-    with pytest.raises(ProtocolError, match="rank 0 sent rank 1 .*wrong size with tag 4"):
+    with pytest.raises(ProtocolError, match=r"rank 0 sent rank 1 .*wrong size with tag 4"):
         until(2, first, second)
     assert not memory.any()
 

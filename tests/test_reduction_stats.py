@@ -102,7 +102,7 @@ def test_parts_of_a_model_tell_their_squared_sums_and_what_their_windows_were():
     stats_of_all(keeps, other, *PLACE, "2 micro-batches")
     (_, theirs), _ = stats_of_all(group_of(None, sent[2]), MINE, *PLACE, "2 micro-batches")
     assert theirs.totals.tolist() == [1.0, np.inf]
-    with pytest.raises(ExchangeError, match="rank 1 has a different window .*: got 3 micro-batches, expected 2"):
+    with pytest.raises(ExchangeError, match=r"rank 1 has a different window .*: got 3 micro-batches, expected 2"):
         stats_of_all(group_of(None, sent[1]), MINE, *PLACE, "2 micro-batches")
 
 

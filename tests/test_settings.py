@@ -76,7 +76,7 @@ def test_a_worker_that_changes_its_loss_scale_alone_is_found_at_its_first_step()
         engine = GradientEngine(LAYOUT, exchange=exchange)
         engine.loss_scale = 1.0 + exchange.rank
         engine.add([np.ones(3, np.float32)])
-        with pytest.raises(ExchangeError, match="rank 1 has .*loss_scale"):
+        with pytest.raises(ExchangeError, match=r"rank 1 has .*loss_scale"):
             engine.step()
 
     assert on_ranks(work, 2) == [None, None]

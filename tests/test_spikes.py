@@ -220,7 +220,7 @@ def test_ranks_with_another_running_norm_are_told(transport):
         engine = GradientEngine(LAYOUT, exchange=exchange, on_spike=POLICIES[1])
         engine.load_state_dict({**state, "step": np.array(0)})
         engine.add(gradients(1.0))
-        with pytest.raises(ExchangeError, match="rank 1 has .*running norm"):
+        with pytest.raises(ExchangeError, match=r"rank 1 has .*running norm"):
             engine.step()
         return True
 

@@ -75,8 +75,8 @@ _FIELDS: dict[str, list[type]] = {
     "nonce": [bytes],
     # The caller, then the called rank, proves that it has the secret.
     "proof": [bytes],
-    # After both proofs a rank sends rank 0 the URL at which it accepts higher ranks, and a text that is the same for
-    # ranks that can meet at a path.
+    # After both proofs a rank sends rank 0 the URL at which it accepts higher ranks, and a text. Ranks with the same
+    # text can meet at a path.
     "listening": [str, str],
     # After all ranks have joined, rank 0 or the server sends the group, its link, and the URLs of ranks 1, 2, ...
     "members": [bytes, str, list],

@@ -126,7 +126,7 @@ class DeviceSums:
         self._order()
 
     def totals(self) -> list[Scalar]:
-        """Return device scalars for all ranks together: divisor, weight, micro-batches, stop request, dropped ones.
+        """Return the divisor, weight, micro-batches, stop request and drops of all ranks together, as device scalars.
 
         The divisor is NaN if the ranks are not in the same step, or no rank has a micro-batch.
         """
