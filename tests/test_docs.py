@@ -135,7 +135,7 @@ def test_every_install_line_names_what_there_is():
 
 
 def test_the_message_in_wire_md_is_what_it_says():
-    message = bytes.fromhex(blocks_of("docs/specs/wire.md", "hex")[0])
+    message = bytes.fromhex(blocks_of("docs/specs/wire.md", "text")[0])
     assert message == encoded("abort", "PeerLost", "rank 1 left")
     tag, _, payload = msgpack.unpackb(message)
     assert tag == 2**25 + 6
@@ -143,7 +143,7 @@ def test_the_message_in_wire_md_is_what_it_says():
 
 
 def test_the_transfer_in_wire_md_is_what_it_says():
-    transfer = bytes.fromhex(blocks_of("docs/specs/wire.md", "hex")[1])
+    transfer = bytes.fromhex(blocks_of("docs/specs/wire.md", "text")[1])
     tag, check, payload = msgpack.unpackb(transfer)
     facts = np.frombuffer(payload, "<f8")
     assert (tag, facts.tolist()) == (6 * 1 + 4, [1.0, 2.0])
