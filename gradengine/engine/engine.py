@@ -1,4 +1,4 @@
-"""The whole step: micro-batches in, one averaged, checked, clipped gradient out, the same on every worker."""
+"""The engine, which turns the micro-batches of a step into one averaged, checked and clipped gradient."""
 
 from __future__ import annotations
 
@@ -37,44 +37,42 @@ _SET_ONCE = {"layout", "accumulator", "micro_batches", "on_non_finite", "on_spik
 
 @final
 class GradientEngine:
-    """Accumulates micro-batches in fp32, sums them over workers, checks, clips, averages and hands back.
+    """An accumulator of gradients in fp32 whose `step` sums them over workers, checks, averages and clips the sum.
 
-    Every call checks its arguments before it changes anything. A step that failed can be run again: call `step()` once
-    more, after `reconnect` if the exchange was lost; or drop the window by `discard()`. A call that was interrupted, as
-    by Ctrl-C or by what a signal handler raises, leaves the step broken and the exchange closed: call `discard()`, then
-    `reconnect`. To stop all ranks after a whole step call `stop_after_step()` in the handler.
+    Every call checks its arguments before it changes anything. After a step that failed, call `step()` again (after
+    `reconnect` if the exchange was lost) or drop the window with `discard()`. An interrupt, by Ctrl-C or an exception
+    of a signal handler, leaves the step broken and the exchange closed. Then call `discard()` and `reconnect`. To stop
+    all ranks after a whole step, call `stop_after_step()` in the handler.
 
-    On a GPU nothing waits for the device: work is queued on the current CuPy stream, and norm, scale and verdict are
-    arrays on the device. A gradient that is not finite is handed back as zeros, and its error is raised late, by the
-    first `add` or `step` that sees the verdict (`result.check()` waits and raises it at once). With an exchange a step
-    waits for the workers' sums.
+    On a GPU `add` and `step` queue their work on the current CuPy stream without a wait, and norm, scale and verdict
+    are device arrays. A gradient that is not finite becomes zeros. The first `add` or `step` after its verdict arrived
+    raises its error. `result.check()` waits and raises it immediately. With an exchange, `step` waits for the workers'
+    sums, except if the workers sum on their GPUs.
 
     Args:
-        layout: The components: names, shapes and order.
+        layout: Names, shapes and order of the components.
         device: "cpu", "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
-        max_norm: Bound of the global norm, or one bound for each group, by name. None (default) clips nothing; the norm
-            is measured all the same. 0 is refused.
-        exchange: Sums over workers; None for one worker. For a part of a model: over the workers with the same part.
-        on_non_finite: "raise" a `NonFiniteGradient`; "skip" the step on all workers; or "propagate" the gradient
-            unclipped: with groups only the group that holds it, while each other group keeps its bound.
-            "drop_micro_batch" reads each micro-batch before it is added, and leaves out one that is not finite, with
-            its weight. The rest of the window is a step; one of which nothing is left is skipped.
-        micro_batches: Micro-batches in a window, if known: the last one measures the norm in the same pass, and its
-            spans are sent to the other workers at once. More are refused, of any block, as fewer are by `step()`.
-        hold: Micro-batches kept by reference and added in one pass; their buffers must stay unchanged until then.
-        groups: Components that share a norm: None (all), "block", "component", a mapping name -> group, or a function.
-        average: "weighted" is the mean over all micro-batches by weight; "per_worker" the mean of the workers' means;
-            "prescaled" the weighted sum, for a loss that was scaled before backward, as HF Trainer, Accelerate and
-            Lightning do; over workers the mean of all workers' sums, as in torch's DistributedDataParallel.
-        loss_scale: What the loss was multiplied by; undone in the same multiplication. The engine cannot see a torch
-            GradScaler: pass `scaler.get_scale()` here, or norm and `max_norm` are those of the scaled gradient.
-            A `DynamicLossScale` changes by GradScaler's rule, by the steps that are skipped.
-        on_spike: What is done about a step whose global norm is far above those before it; None does nothing.
+        max_norm: Bound of the global norm, or one bound for each group by name. None (default) disables clipping, but
+            the norm is still measured. 0 is refused.
+        exchange: Exchange over the workers with the same part of the model; None for one worker.
+        on_non_finite: "raise" raises `NonFiniteGradient`. "skip" skips the step on all workers. "propagate" returns a
+            group that holds NaN or Inf unclipped, and clips the other groups. "drop_micro_batch" leaves out each
+            micro-batch that is not finite, with its weight. It skips the step if none is left.
+        micro_batches: Number of micro-batches in a window, if known. The last one measures the norm in the same pass
+            and starts the exchange. More, or more of any block, raise `WindowError`. Fewer raise it in `step`.
+        hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
+        groups: Components that share a norm: None (all), "block", "component", {name: group} or a function of a slot.
+        average: "weighted" is the mean over all micro-batches by weight. "per_worker" is the mean of the workers'
+            means. "prescaled" is the workers' mean of weighted sums, as in torch's DistributedDataParallel, for a loss
+            that is scaled before backward, as HF Trainer, Accelerate and Lightning do.
+        loss_scale: Factor of the loss, which is divided out. With a torch GradScaler pass `scaler.get_scale()`, or norm
+            and `max_norm` are those of the scaled gradient. Steps change a `DynamicLossScale` by GradScaler's rule.
+        on_spike: Policy for a step whose global norm is far above those of earlier steps. None does nothing.
         measure_noise: Add the gradient noise scale to `result.metrics()`, from norms that are measured in passing.
-        tp_exchange: The exchange over the ranks that hold the other parts of this worker's model, for a layout of a
-            part: its rank is the layout's `tp_rank`. Norm, scale and verdict are then the whole model's. Replicated
-            gradients must be the same on these ranks, which is checked: under sequence parallelism all-reduce them
-            before `add`, as Megatron-LM and DTensor do.
+        tp_exchange: Exchange over the ranks with the other parts of this worker's model, for a layout of a part. Its
+            rank is the layout's `tp_rank`. Norm, scale and verdict are then those of the whole model. Replicated
+            gradients must be equal on these ranks, which is checked. Under sequence parallelism all-reduce them before
+            `add`, as Megatron-LM and DTensor do.
 
     Raises:
         CallerError: An argument is out of range, or a part of a model would be clipped or skipped by itself.
@@ -82,12 +80,12 @@ class GradientEngine:
         HandshakeRefused, PeerLost, DeadlineExceeded: The workers could not form a group.
 
     Attributes:
-        layout: The components.
+        layout: The layout of the gradients.
         accumulator: The accumulator that holds the window.
-        micro_batches: Micro-batches in a window, if known.
-        on_non_finite: What is done with a gradient that is not finite.
+        micro_batches: Number of micro-batches in a window, if known.
+        on_non_finite: The policy for a gradient that is not finite.
         on_spike: The policy for spikes of the norm, if there is one.
-        average: What the sum is divided by.
+        average: The kind of average.
 
     Example:
         >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
@@ -98,7 +96,7 @@ class GradientEngine:
         (5.0, 0.2, array([0.6, 0.8], dtype=float32))
     """
 
-    __reduce_ex__ = not_copied("build another, and load_state_dict() what state_dict() saved")
+    __reduce_ex__ = not_copied("build a new engine and load the dict that state_dict() returned")
 
     def __init__(
         self,
@@ -135,10 +133,10 @@ class GradientEngine:
         self._shared, self._clipping = shared, Clipping(plan, names, self.accumulator, shared)
         bounds = self._clipping.bounds
         self._reducer = Reducer(self.accumulator, average=average, settings=shared, plan=plan, bounds=bounds)
-        self._late = DeferredErrors.of(self.accumulator, plan, raises=on_non_finite == "raise")  # on a GPU
+        self._late = DeferredErrors.of(self.accumulator, plan, raises=on_non_finite == "raise")  # None on the CPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
         self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike, average)
-        self._captures: list[CapturedWindow] = []  # the one that records now, if any
+        self._captures: list[CapturedWindow] = []  # at most one, while it records
         self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), plan)
         if settings.measures_noise(layout, on_non_finite, measure_noise=measure_noise):
@@ -163,15 +161,15 @@ class GradientEngine:
 
     @property
     def loss_scale(self) -> Any:
-        """What the loss of the open window is multiplied by; may be set between windows, unless it is a dynamic one.
+        """The factor of the open window's loss. It can be set between windows, unless it is a dynamic scale.
 
-        A dynamic one is on a GPU always the same 0-d fp32 array, which each step writes anew: no wait.
-        With a torch GradScaler set it to `scaler.get_scale()` before each window, and do without `scaler.unscale_` and
-        `scaler.step`, which would unscale a second time. A captured window keeps the scale it was captured with.
+        On a GPU a dynamic scale is always the same 0-d fp32 array, which each step overwrites without a wait.
+        With a torch GradScaler set it to `scaler.get_scale()` before each window. Do not call `scaler.unscale_` or
+        `scaler.step`, which would unscale a second time. A captured window keeps the scale of its capture.
 
         Raises:
             WindowError: The scale is set while a window is open.
-            CallerError: The scale is out of range, or a dynamic one.
+            CallerError: The scale is out of range, or is a dynamic one.
         """
         return self._scaling.value
 
@@ -181,14 +179,14 @@ class GradientEngine:
 
     @property
     def max_norm(self) -> MaxNorm:
-        """The bound of the global norm, or one for each group by name; None clips nothing. May be set between windows.
+        """The bound of the global norm, or one for each group by name. None disables clipping.
 
-        Set it to the same value on all workers, whose steps compare it. A captured step reads it at each replay. It is
-        saved by `state_dict`, and `load_state_dict` brings it back.
+        It can be set between windows, to the same value on all workers, which compare it in each step. A captured step
+        reads it at each replay. `state_dict` saves it, and `load_state_dict` restores it.
 
         Raises:
-            WindowError: The bound is changed while a window is captured, or open and its step has not failed.
-            CallerError: A bound is 0, negative or NaN, or a group's is missing.
+            WindowError: The bound is changed while a window is captured, or is open and its step has not failed.
+            CallerError: A bound is 0, negative or NaN, or the bound of a group is missing.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}), max_norm=1.0)
@@ -210,9 +208,9 @@ class GradientEngine:
 
     @property
     def latest_verdict(self) -> StepStatus | None:
-        """The newest verdict that a GPU has reported: norm, scale, whether the step was skipped. Late, but never waits.
+        """The newest verdict (norm, scale, whether the step was skipped) that a GPU has reported, without a wait.
 
-        None until the first report has arrived, and on the CPU, where each step's result has it at once.
+        None before the first report has arrived, and always on the CPU, where a step's result contains the verdict.
         """
         self._kernels.device.refuse_failed(asks=True)
         return None if self._late is None else self._late.latest()
@@ -224,7 +222,7 @@ class GradientEngine:
 
     @property
     def world_size(self) -> int:
-        """Workers that exchange, each with a whole model or the same part of one; 1 without an exchange."""
+        """The number of workers, each with a whole model or the same part of one; 1 without an exchange."""
         return self._reducer.worker[1]
 
     @in_range
@@ -234,15 +232,15 @@ class GradientEngine:
 
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
-                the engine's device. A component without a gradient is given as None, but not all components may be. A
+                the engine's device. None stands for a component without a gradient, but not for all components. A
                 worker that has no micro-batch in a window calls `add(None, weight=0)` before its step.
-            weight: What the micro-batch counts in the average: 1, or its tokens.
+            weight: Weight of the micro-batch in the average, such as 1 or its number of tokens.
 
         Raises:
-            LayoutMismatch: A component is missing, unknown or misshapen.
+            LayoutMismatch: A component is missing, unknown or has the wrong shape.
             BufferRefused: A gradient's dtype, device, strides or memory is not supported.
-            WindowError: A bad weight, None for all components (as after a `zero_grad()` that was called too early), a
-                full window, or an earlier step that failed or is broken.
+            WindowError: The weight is invalid, all components are None, the window is full, or a step failed or broke.
+            NonFiniteGradient: On a GPU, the error of an earlier step.
         """
         self._ask(Call.ADD if gradients is not None else Call.ADD_NOTHING)
         ends = settings.is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)
@@ -260,16 +258,16 @@ class GradientEngine:
 
     @whole
     def add_block(self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, last: bool = False) -> None:
-        """Add one block's part of a micro-batch, as backward finishes it.
+        """Add one block's part of a micro-batch, after backward has finished the block.
 
         Args:
-            index: The block.
+            index: Index of the block.
             gradients: A sequence in the block's order, or a mapping by component name.
             weight: The micro-batch's weight, the same for all its parts.
-            last: This is the window's last contribution to the block, so the block can be sent to the other workers.
+            last: Whether this is the window's last contribution to the block, which is then sent to the other workers.
 
         Raises:
-            LayoutMismatch, BufferRefused, WindowError: As `add`.
+            LayoutMismatch, BufferRefused, WindowError, NonFiniteGradient: As `add`.
         """
         block = self.layout.block(index)
         add = partial(self.accumulator.add_block, index, gradients, weight)
@@ -279,10 +277,10 @@ class GradientEngine:
     def add_non_block(
         self, name: str | int, gradient: object, weight: SupportsFloat = 1.0, *, last: bool = False
     ) -> None:
-        """Add one component outside the blocks, by name or id; otherwise as `add_block`.
+        """Add one component outside the blocks, by name or id. The other arguments are those of `add_block`.
 
         Raises:
-            LayoutMismatch, BufferRefused, WindowError: As `add`.
+            LayoutMismatch, BufferRefused, WindowError, NonFiniteGradient: As `add`.
         """
         add = partial(self.accumulator.add_non_block, name, gradient, weight)
         self._add_part(self.layout.non_block_span(name), add, [gradient], truth_value("last", last))
@@ -299,15 +297,15 @@ class GradientEngine:
             self._reducer.start((span,))
 
     def micro_batch(self, weight: SupportsFloat = 1.0, *, last: bool | None = None) -> MicroBatch:
-        """A micro-batch whose gradients are added one by one, in any order, as backward makes them.
+        """Return a micro-batch whose gradients are added one by one, in any order, while backward runs.
 
         Args:
-            weight: What the micro-batch counts in the average.
-            last: Whether it is the window's last, in which each block is sent to the other workers as soon as its
-                components are in; by default as `micro_batches` says. False if a component is added more than once.
+            weight: Weight of the micro-batch in the average.
+            last: Whether it is the window's last, which sends each block as soon as all its components were added. By
+                default `micro_batches` decides. Pass False if a component is added more than once.
 
         Raises:
-            WindowError: A bad weight, a window that is full or captured, or an earlier step that failed.
+            WindowError: The weight is invalid, the window is full or captured, or an earlier step failed.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,), "b": (1,)}))
@@ -317,7 +315,8 @@ class GradientEngine:
             5.0
         """
         self._ask(Call.BEGIN)
-        settings.is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)  # before backward runs
+        # Refuse a full window before backward runs.
+        settings.is_last(self.micro_batches, "the window", self.accumulator.accumulated_count)
         last = None if last is None else truth_value("last", last)
         kept = float(checked_weight(weight))
         return MicroBatch(self._reducer, self.micro_batches, kept, last)
@@ -331,28 +330,27 @@ class GradientEngine:
         loss_scale: float | None = None,
         partial: bool = False,
     ) -> StepResult:
-        """Close the window: sum over workers, check, clip, average and hand back.
+        """Sum the window over workers, check, average and clip the sum, and begin the next window.
 
         Args:
-            out: Destinations, a mapping or sequence as for `add`, written in their dtype; None for a component that is
-                not wanted. By default the gradients are handed back in the arena.
-            deferred: Leave the sum unscaled, in `result.sums`, for an optimizer that multiplies by `result.factor`
-                itself and reads `result.skipped`: one pass less.
-            loss_scale: What the window's losses were multiplied by, if not set before; becomes the engine's, also
-                if the step fails: `step()` runs it again with this scale, or another, unless the workers agreed on it.
+            out: Destinations, a mapping or sequence as for `add`, written in their dtype. None for a component that is
+                not needed. By default the gradients are views of the arena.
+            deferred: Leave the sum unscaled in `result.sums`, for an optimizer that multiplies by `result.factor`
+                itself and reads `result.skipped`. This saves one pass.
+            loss_scale: Factor of the window's losses, if not set before. It becomes the engine's scale, even if the
+                step fails. A repeated `step` can pass a different one, unless the workers have agreed on it.
             partial: Allow fewer micro-batches than the engine's `micro_batches`, as in the last window of an epoch.
 
         Returns:
-            The result; a later `add` overwrites its gradients.
+            The result. A later `add` overwrites its gradients.
 
         Raises:
-            WindowError: Nothing was added, or nothing that counts on any worker; the window is short of
-                `micro_batches`, or a component of the window's; the window's weight times the loss scale is outside
-                2**-126..2**126; an interrupt left the window broken; or the engine is attached: use `attached.step()`.
-            BufferRefused, LayoutMismatch: A destination cannot be written; nothing has been done then.
-            NonFiniteGradient: NaN or Inf, with on_non_finite="raise"; the window is kept. On a GPU: an earlier step's,
-                whose gradients were handed back as zeros.
-            ExchangeError: The exchange failed, or the workers' settings or sums differ; the window is kept.
+            WindowError: Nothing was added, micro-batches or components are missing, the total weight times the loss
+                scale is outside 2**-126..2**126, the step is broken, or the engine is attached.
+            BufferRefused, LayoutMismatch: A destination cannot be written. Nothing was done.
+            NonFiniteGradient: NaN or Inf with on_non_finite="raise". The window is kept. On a GPU the error is that of
+                an earlier step, whose gradients became zeros.
+            ExchangeError: The exchange failed, or the workers' settings or sums differ. The window is kept.
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
@@ -364,19 +362,21 @@ class GradientEngine:
     @whole
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
         if deferred and (out is not None or len(self._clipping.names) > 1):
-            what = "a deferred step hands nothing back, and leaves one factor"
-            raise CallerError(what, expected="out=None, and groups=None")
+            what = "a deferred step writes to no destinations and has a single factor"
+            raise CallerError(what, expected="out=None and groups=None")
         self._ask(Call.STEP)
         accumulator, reducer, state = self.accumulator, self._reducer, self._state
         arrays = None if out is None else in_slot_order(self.layout.slots, out, "out")
         destinations = None if arrays is None else accumulator.destinations.of(arrays)
         settings.refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
-        if loss_scale is not None:  # one that all workers agreed on is asked for like any change
+        if loss_scale is not None:
+            # A scale that all workers have agreed on changes only if the state allows it.
             self._scaling.set(loss_scale, None if reducer.agreed is None else reducer.facts)
         step = reducer.step
-        late = None if self._captures else self._late  # a graph counts its own steps as it runs
+        late = None if self._captures else self._late  # None: the graph counts its own steps
         stats, decision, non_finite, used_scale = self._deciding.decide(step, late)
-        state.write()  # until the next window is open: what is handed back is not a sum any more
+        # The arena holds no sum from here until the next window opens.
+        state.write()
         if not deferred:
             with accumulator.arena.in_order():
                 self._kernels.hand_back(accumulator.arena, decision, self._clipping.plan, destinations)
@@ -394,13 +394,13 @@ class GradientEngine:
             if decision.bad is None:
                 self._late.send()
         reducer.begin(step + 1, is_made=True)
-        self._deciding.follow(decision)  # last: a call that is interrupted before it has not made the step
+        self._deciding.follow(decision)  # must be last: an interrupt before it leaves the step unmade
         return result
 
     def on_step(self, callback: Callable[[StepResult], object]) -> Callable[[], object]:
-        """Call a function with each step's or replay's result before it is returned; returns a function to remove it.
+        """Call a function with the result of each step or replay before it is returned. Return a function to remove it.
 
-        The step is made by then. `step` raises an error of the function, and calls no function after it.
+        The step is made by then. If the function raises, `step` raises that error and calls no later function.
 
         Example:
             >>> engine = GradientEngine(GradientLayout.of({"w": (2,)}))
@@ -416,10 +416,10 @@ class GradientEngine:
         return partial(self._observers.pop, key, None)
 
     def stop_after_step(self) -> None:
-        """Ask all ranks to stop together: the next step's `result.stop` is true on every rank.
+        """Request that all ranks stop together. The next step's `result.stop` is then true on every rank.
 
-        One rank calls this, or several. It only sets an attribute, so a signal handler may call it at any time, also
-        while another call of this engine runs. Nothing ends by itself: the loop looks at `result.stop`.
+        One or more ranks can call this. It only sets an attribute, so a signal handler can call it at any time, even
+        during another call of this engine. The loop must check `result.stop`, because nothing ends by itself.
 
         A step reads the request just before the ranks agree on it, or before a replay is queued. A request that arrives
         later counts for the next step. Each request is reported once, also by a step that was skipped or deferred. A
@@ -439,21 +439,20 @@ class GradientEngine:
 
     @property
     def has_open_window(self) -> bool:
-        """Whether a window is open: something was added, is being sent, or is broken."""
+        """Whether a window is open, which includes one that is being sent or is broken."""
         return self._state.now is not State.EMPTY
 
     @whole
     def all_gather_object(self, what: str, facts: object) -> list[Any]:
-        """Send facts to all workers and return every worker's, in rank order; once for each `what` in a step.
+        """Send facts to all workers and return the facts of every worker, in rank order.
 
         Args:
-            what: What the facts are, the same on all workers: "loss of step 3".
-            facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys; at most 1 MiB.
+            what: Text that identifies the facts within a step, the same on all workers, such as "loss of step 3".
+            facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys. At most 1 MiB.
 
         Raises:
-            CallerError: `what` is not a str, or the facts are of another type or too long; nothing has been sent. Or
-                the step has told other facts by this text.
-            ExchangeError: A worker's `what` is not rank 0's.
+            CallerError: `what` or the facts have a wrong type or are too long, or this step sent other facts as `what`.
+            ExchangeError: A worker's `what` differs from rank 0's.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 
         Example:
@@ -463,9 +462,9 @@ class GradientEngine:
         return self._reducer.all_gather_object(what, facts)
 
     def capture(self) -> CapturedWindow:
-        """Record a whole window and its step as a CUDA graph, to be replayed at the cost of one launch.
+        """Record a whole window and its step as a CUDA graph. Each replay costs one launch.
 
-        Inside the `with`, call `add` and `step` as usual; nothing runs yet. The graph keeps the gradients' addresses
+        Inside the `with`, call `add` and `step` as usual. Nothing runs yet. The graph keeps the gradients' addresses
         and the weights, and `replay()` checks the addresses.
 
         Raises:
@@ -475,24 +474,24 @@ class GradientEngine:
         device = self._kernels.device
         graph = device.graph()
         if graph is None or self._late is None:
-            what, expected = "only a GPU's steps can be captured", "a CUDA device"
+            what, expected = "only steps on a GPU can be captured", "a CUDA device"
             raise CallerError(what, got=f"device '{device.name}'", expected=expected)
         return CapturedWindow(graph, self._reducer, self._late, self._observers, self._captures)
 
     @whole
     def state_dict(self) -> dict[str, Array]:
-        """Save this rank's part of the open step, anywhere in its window; a resumed run ends in the same bytes.
+        """Return the state of this rank, at any point in a window. A resumed run produces the same bytes.
 
-        Held micro-batches are folded, which changes no bit. Late errors of a GPU are not saved: call `check()` before.
+        Held micro-batches are folded, which changes no bit. Late errors of a GPU are not saved. Call `check()` first.
 
         Returns:
-            Name -> NumPy array in memory of its own: 4 bytes an element once a micro-batch was added. On a GPU this
-            waits for the work on the arena and for the copy, on a stream of its own; the current stream is not held up.
+            Name -> NumPy array that shares no memory with the engine; 4 bytes per element once a micro-batch was added.
+            On a GPU this waits for the work on the arena and for a copy on a separate stream, not the current stream.
 
         Raises:
-            WindowError: Part of the window was sent to other workers; its step failed or is broken; or a graph records.
-            BufferRefused: A held gradient was freed or given other memory.
-            NonFiniteGradient: An earlier step's, on a GPU, as in `add`.
+            WindowError: Part of the window was sent, its step failed or is broken, or a graph is being recorded.
+            BufferRefused: A held gradient was freed or moved.
+            NonFiniteGradient: On a GPU, the error of an earlier step.
 
         Example:
             >>> engine, resumed = (GradientEngine(GradientLayout.of({"w": (2,)})) for _ in range(2))
@@ -508,21 +507,21 @@ class GradientEngine:
 
     @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in place of an empty window.
+        """Load a saved state in place of an empty window.
 
-        Step, loss scale, bounds, the norms that `on_spike` has seen, and the window are as then. Device, transport and
-        `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved learning rate replaces
-        its own: set `max_norm` afterwards to change them. With an exchange, joined already or joined later, each rank
-        loads what it saved. A state saved between windows suits any rank, and any number of ranks.
+        The state holds the step, the loss scale, the bounds, the running norm of `on_spike` and the window. Device,
+        transport and `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved learning
+        rate does. To change them, set `max_norm` afterwards. With an exchange, joined before or after, each rank loads
+        the state that it saved. A state saved between windows fits any rank and any number of ranks.
 
         Args:
-            state: What `state_dict` returned; its arrays may be any that NumPy can read, as torch's on the host.
+            state: The dict that `state_dict` returned. NumPy must be able to read its arrays (CPU torch tensors too).
 
         Raises:
-            LayoutMismatch: The state is of another layout or order of components; shows the rows that differ.
-            CallerError: The state is of other `micro_batches`, `average` or `groups`, of another version, or not whole.
-            WindowError: A window is open here (`discard()` it), or the state's window is another rank's.
-            NonFiniteGradient: An earlier step's, on a GPU, as in `check`.
+            LayoutMismatch: Layout or order of components differ. The error shows the rows that differ.
+            CallerError: `micro_batches`, `average`, `groups` or the version differ, or the state is incomplete.
+            WindowError: A window is open (call `discard()`), or the state's window was saved by a different rank.
+            NonFiniteGradient: On a GPU, the error of an earlier step, as in `check`.
         """
         self._ask(Call.LOAD)
         saved = loaded_state(state, self.layout, self.micro_batches, self._shared)
@@ -532,7 +531,7 @@ class GradientEngine:
             refuse_other_worker(whose, self._reducer.worker)
         self.check()
         self._scaling.load(*saved.loss_scale)
-        self._state.write()  # until all is loaded
+        self._state.write()
         self._clipping.use(plan, State.BROKEN)
         self._deciding.norms = saved.norms
         if self._late is not None:
@@ -541,50 +540,51 @@ class GradientEngine:
         self.accumulator.load(saved.window)
 
     def check(self) -> None:
-        """Wait for a GPU's steps, and raise the error that no call has raised yet: at the end, before a checkpoint."""
+        """Wait for a GPU's steps and raise the error that no call has raised yet, as before a checkpoint."""
         if self._late is not None:
             self._late.wait()
             self._late.raise_pending()
 
     def discard(self) -> None:
-        """Drop the window, also one whose step failed or is broken, and a capture whose `with` was interrupted.
+        """Drop the window, even one whose step failed or is broken, and a capture whose `with` was interrupted.
 
         With an exchange, call it on every rank. A step that all workers agreed on, or that a lone worker decided,
-        counts as made. If parts of the window were sent already, or a call was interrupted, the exchanges are closed:
-        go on with `reconnect`. If some ranks applied a step's gradients and others dropped them, `reconnect` refuses:
-        restart all from one checkpoint. On a GPU that has failed it raises `DeviceFailed`, as each call does.
+        counts as made. If parts of the window were sent, or a call was interrupted, the exchanges are closed. Then call
+        `reconnect`. It raises an error if some ranks applied a step's gradients and others dropped them. Then restart
+        all ranks from one checkpoint. On a GPU that has failed, `discard` raises `DeviceFailed`, as every call does.
         """
         if self._captures:
             self._captures[0].abandon()
         self._kernels.device.refuse_failed(asks=True)
         if self._state.now is State.BROKEN:
-            self._clipping.use(self._clipping.plan, State.BROKEN)  # the device may have others
+            # An interrupt may have left different bounds on the device.
+            self._clipping.use(self._clipping.plan, State.BROKEN)
         self._reducer.discard(is_queued=self._late is not None and self._late.drop(self.current_step))
 
     @whole
     def reconnect(self, exchange: Exchange | None = None, *, tp_exchange: Exchange | None = None) -> None:
-        """Replace an exchange that failed by another one, on all ranks; then call `step()` again.
+        """Replace an exchange that failed, on all ranks. Then call `step()` again.
 
-        Close the old exchange first: until all ranks have joined it, it occupies its address. A step that failed begins
-        anew, and its result has the bytes of an undisturbed run. If a rank holds sums of it, the window is lost:
-        `discard()` it on every rank, and reconnect once more.
+        Close the old exchange first, because it occupies its address until all ranks have joined it. A step that failed
+        starts again and gives the bytes of an undisturbed run. If a rank holds sums of the step, the window is lost.
+        Then call `discard()` on every rank and reconnect again.
 
         Args:
-            exchange: Replaces the one over workers; None leaves it as it is.
-            tp_exchange: Replaces the one over the parts of this worker's model; None leaves it as it is.
+            exchange: New exchange over the workers. None keeps the current one.
+            tp_exchange: New exchange over the parts of this worker's model. None keeps the current one.
 
         Raises:
             CallerError: Rank and size of the tensor-parallel exchange are not the layout's.
-            WindowError: The step is broken: discard() it first.
-            HandshakeRefused, PeerLost: The workers could not form a group, differ in settings, or are at different
-                steps; or the window is lost, on all ranks alike.
+            WindowError: The step is broken (call `discard()` first).
+            HandshakeRefused, PeerLost: No group was formed, settings or steps differ, or the window is lost everywhere.
         """
         settings.refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what nothing would read, as in `engine.max_nrom = 0.5`, and all that is set once."""
-        is_read = name in {"loss_scale", "max_norm"} or (callable(value) and hasattr(type(self), name))  # a stand-in
+        """Refuse an attribute that nothing reads, such as `engine.max_nrom = 0.5`, or that is set only once."""
+        # A callable may replace a method.
+        is_read = name in {"loss_scale", "max_norm"} or (callable(value) and hasattr(type(self), name))
         if not (is_read or name.startswith("_") or name in _SET_ONCE - self.__dict__.keys()):
             raise CallerError(f"'{name}' of an engine cannot be set", do="set max_norm or loss_scale, or build another")
         super().__setattr__(name, value)
@@ -592,7 +592,7 @@ class GradientEngine:
     # ---- which calls are allowed now ----
 
     def _ask(self, call: Call) -> None:
-        """Raise if the stream's capture or the state does not allow the call; also an earlier step's error, once."""
+        """Raise if the stream's capture or the state does not allow the call, or once for an earlier step's error."""
         if self._late is not None:
             refuse_other_graph(self._kernels.device, is_recording=bool(self._captures))
             if not self._captures:
