@@ -1,8 +1,7 @@
-"""The accumulator: one arena, one window at a time, written once for every device.
+"""The accumulator of every device, which adds the micro-batches of one window at a time to one arena.
 
-The window's first contribution to a component overwrites it, so nothing is ever zeroed for a window. With `hold=n` up
-to n micro-batches are kept by reference and folded in one pass over the arena: the same additions in the same order,
-the same bits, less traffic.
+The window's first contribution to a component overwrites it, so that no pass zeroes the arena. With `hold=n` up to n
+micro-batches are kept by reference and folded in one pass. The additions, their order and the bits stay the same.
 """
 
 from __future__ import annotations
@@ -42,32 +41,31 @@ from gradengine.layout import GradientLayout, Slot, Span, refuse_no_layout
 
 
 class PerBlockGradientAccumulator:
-    """One fp32 arena for a layout, and the window of micro-batches that is being added to it.
+    """One fp32 arena for a layout, and the open window of micro-batches that are added to it.
 
-    Every call checks its arguments before it changes anything: after an error the state is what it was before. On a
-    GPU `add` and the like queue their work on the current stream and return.
+    Every call checks its arguments before it changes anything, so that an error leaves the state as it was. On a GPU
+    `add` and similar calls queue their work on the current stream and return.
 
     Args:
-        layout: The components: names, shapes and order.
+        layout: Names, shapes and order of the components.
         kernels: The device's kernels; NumPy on the CPU by default.
-        hold: Micro-batches kept by reference and added in one pass. Until then their arrays must stay unchanged, and
-            keep their memory.
+        hold: Micro-batches kept by reference and added in one pass. Until then arrays must keep values and memory.
         is_shared: Put the arena into memory that other processes of this host can map. Without effect on a GPU.
-        drops: Read each micro-batch before it is added, and add nothing of it if it is not finite. It is whole then.
+        drops: Leave out each micro-batch that is not finite. A micro-batch must then be added as a whole.
 
     Raises:
         CallerError: `hold` is not a whole number >= 1, or more than 1 with `drops`.
 
     Attributes:
-        layout: The components: names, shapes and order.
+        layout: Names, shapes and order of the components.
         kernels: The device's kernels.
         hold: Micro-batches kept by reference and added in one pass.
         arena: The components' sums in layout order, and their squared sums as far as they were measured.
-        memory: The whole gradient set, flat, its padding included.
-        destinations: The callers' arrays that steps handed back to, as checked.
+        memory: The arena as one flat buffer, padding included.
+        destinations: The checked arrays of callers that steps have written to.
         state: The step's state.
-        drops: What the micro-batches count if those that are not finite are dropped; else None.
-        keeps_first: Whether the window's first fold is measured, and its squared sums are kept for the gradient noise.
+        drops: The weight and number of micro-batches that were not dropped, kept by the kernels; None without `drops`.
+        keeps_first: Whether the squared sums of the window's first fold are kept for the gradient noise.
 
     Example:
         >>> accumulator = PerBlockGradientAccumulator(GradientLayout.of({"layers.0.w": (2,), "head": (1,)}))
@@ -77,7 +75,7 @@ class PerBlockGradientAccumulator:
         array([4., 6.], dtype=float32)
     """
 
-    __reduce_ex__ = not_copied("build another of the same layout")
+    __reduce_ex__ = not_copied("build a new one with the same layout")
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class PerBlockGradientAccumulator:
         refuse_no_layout(layout)
         self.layout, self.hold = layout, whole_number("hold", hold, 1)
         if drops and self.hold > 1:
-            what = "a micro-batch that may be dropped is added at once, and not held"
+            what = "a micro-batch that may be dropped cannot be held"
             raise CallerError(what, got=f"hold={hold}", expected="hold=1")
         self.kernels = kernels = kernels_for("cpu" if kernels is None else kernels)
         self.memory = memory = kernels.device.allocate(layout.arena_size, is_shared=is_shared)
@@ -104,25 +102,25 @@ class PerBlockGradientAccumulator:
         self.keeps_first = False
         self._intake = Intake(kernels.device, memory)
         self.destinations = KnownDestinations(layout.slots, kernels.device, memory)
-        # Components that may be written to through views: each step measures them again.
+        # Each step measures these components again, because callers may write to them through views.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = Span.of(layout.slots, "the layout")
-        self._left: set[Span] = set()  # spans of the window that are on their way to other workers
+        self._left: set[Span] = set()  # spans of the window that are being sent to other workers
         kernels.prepare(self.arena, [self._all, *layout.spans])
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks of the layout."""
+        """The number of transformer blocks of the layout."""
         return len(self.layout.blocks)
 
     @property
     def accumulated_count(self) -> int:
-        """Micro-batches of the window so far, including one that is still being added block by block."""
+        """The number of the window's micro-batches, including one that is still being added block by block."""
         return len(self._window.weights)
 
     @property
     def window(self) -> object:
-        """The open window: another object after each step, and after the window was dropped."""
+        """The open window. Each step or drop of the window replaces the object."""
         return self._window
 
     @property
@@ -132,7 +130,7 @@ class PerBlockGradientAccumulator:
 
     @property
     def unused(self) -> npt.NDArray[np.bool_]:
-        """Flags by position: components without a gradient in the window that were not handed out as writable views."""
+        """Flags by position, set for components without a gradient in the window or a view that a caller may write."""
         return ~(self._window.used | self._exposed)
 
     @property
@@ -142,14 +140,14 @@ class PerBlockGradientAccumulator:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights that count, in fp64, in order. With `drops` on a GPU this waits for it."""
+        """The fp64 sum, in order, of the weights of micro-batches that were not dropped. `drops` on a GPU waits."""
         if self.drops is not None and self._window.weights:
             return float(self.drops.kept.read()[0])
         return ordered_sum(map(float, self._window.weights))
 
     @property
     def dropped(self) -> int:
-        """The window's micro-batches that were dropped; with `drops` on a GPU this waits for it."""
+        """The number of the window's micro-batches that were dropped. With `drops` on a GPU this waits."""
         return int(self.drops.kept.read()[1]) if self.drops is not None and self._window.weights else 0
 
     @property
@@ -160,7 +158,7 @@ class PerBlockGradientAccumulator:
 
     @property
     def mean_factor(self) -> np.float32:
-        """fp32(1 / total weight), which makes the window's sum its mean; `WindowError` for a weight above 2**126."""
+        """The factor fp32(1 / total weight) of the window's mean. Raises `WindowError` for a weight above 2**126."""
         weight = self.total_weight
         refuse_bad_divisor(weight, "the window's weight")
         factor: np.float32 = np.float32(1 / weight)
@@ -177,11 +175,11 @@ class PerBlockGradientAccumulator:
         Args:
             gradients: Mapping name -> gradient, or a sequence in layout order; fp32, fp16 or bf16. None stands for a
                 component without a gradient in this micro-batch.
-            weight: What the micro-batch counts: 1, or its tokens. Used as fp32.
-            measure: Measure the norm's squared sums in the same pass: for the window's last micro-batch.
+            weight: Weight of the micro-batch, such as 1 or its number of tokens. Converted to fp32.
+            measure: Whether the same pass measures the squared sums of the norm, as for the last micro-batch.
 
         Raises:
-            LayoutMismatch: A component is missing, unknown or misshapen.
+            LayoutMismatch: A component is missing, unknown or has the wrong shape.
             BufferRefused: A gradient's dtype, device, strides or memory is not supported.
             WindowError: The weight is not a finite number above 0, or all gradients are None.
 
@@ -194,18 +192,18 @@ class PerBlockGradientAccumulator:
         self._add(Call.ADD, self._all, gradients, weight, measure)
 
     def add_nothing(self) -> None:
-        """Note that this worker has no micro-batch: its window may stay empty, with weight 0 in the workers' sum."""
+        """Note that this worker has no micro-batch. Its window can stay empty, with weight 0 in the workers' sum."""
         self.state.enter(Call.ADD_NOTHING)
 
     def add_block(
         self, index: int, gradients: Gradients, weight: SupportsFloat = 1.0, *, measure: bool = False
     ) -> None:
-        """Add one block's part of a micro-batch: a sequence in the block's order, or a mapping by component name.
+        """Add one block's part of a micro-batch as a sequence in the block's order or a mapping by component name.
 
         Raises:
-            LayoutMismatch: No such block, or a component is missing, unknown or misshapen.
+            LayoutMismatch: No such block, or a component is missing, unknown or has the wrong shape.
             BufferRefused: A gradient's dtype, device, strides or memory is not supported.
-            WindowError: The weight is bad, or is not that of this micro-batch's other blocks.
+            WindowError: The weight is invalid, or differs from that of this micro-batch's other blocks.
         """
         block = self.layout.block(index)
         self._add_part(block, gradients, weight, measure, f"{block.name}.")
@@ -216,20 +214,20 @@ class PerBlockGradientAccumulator:
         """Add one component outside the blocks, by name or by id (0 `lm_head`, 1 `final_norm`, 2 `embedding`).
 
         Raises:
-            LayoutMismatch: No such component outside the blocks, or another shape.
+            LayoutMismatch: No such component outside the blocks, or a wrong shape.
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
-            WindowError: The weight is bad, or is not that of this micro-batch's other parts.
+            WindowError: The weight is invalid, or differs from that of this micro-batch's other parts.
         """
         self._add_part(self.layout.non_block_span(name), [gradient], weight, measure)
 
     def begin_micro_batch(self, weight: SupportsFloat, first: Mapping[str, object]) -> None:
-        """Begin a micro-batch that is added component by component; `first` is checked here, and not added.
+        """Begin a micro-batch that is added component by component. Check `first` here without adding it.
 
-        The micro-batch counts from now on. It is over at `end_micro_batch()`.
+        The micro-batch counts from now on. It ends at `end_micro_batch()`.
 
         Raises:
-            LayoutMismatch, BufferRefused: The first gradient is one that `add_components` would refuse.
-            WindowError: The weight is bad, or a component has fewer micro-batches than the others.
+            LayoutMismatch, BufferRefused: `add_components` would refuse the first gradient.
+            WindowError: The weight is invalid, or a component has fewer micro-batches than the others.
         """
         if self.drops is not None:
             raise no_part_may_be_dropped()
@@ -237,7 +235,8 @@ class PerBlockGradientAccumulator:
         self._window.refuse_lagging(self.layout.slots)
         for name, gradient in first.items():
             self._intake.check(self.layout.slot(name), gradient)
-        self.state.now = added  # first, so that after an interrupt nothing goes on with a window that is half begun
+        # The state is set first, so that after an interrupt no call continues with a window that is half begun.
+        self.state.now = added
         self._window.begin(scalar)
 
     def add_components(
@@ -245,13 +244,12 @@ class PerBlockGradientAccumulator:
     ) -> None:
         """Add a gradient, or None, for each component of a span, within a micro-batch that has begun.
 
-        The gradients of a component that is added again add up, in order of the calls. Spans are those of `groups`
-        and of `alone`.
+        The gradients of a component that is added again are summed in order. The span is one of `groups` or `alone`.
 
         Raises:
-            LayoutMismatch: A gradient has another shape.
+            LayoutMismatch: A gradient has the wrong shape.
             BufferRefused: A gradient's dtype, device, strides or memory is not supported.
-            WindowError: The micro-batch has another weight, or a component was sent to the other workers already.
+            WindowError: The weight differs from the micro-batch's, or a component was already sent to other workers.
         """
         for slot, gradient in zip(span.slots, gradients, strict=True) if self._left else ():
             if gradient is not None:
@@ -259,13 +257,13 @@ class PerBlockGradientAccumulator:
         self._add(Call.COMPONENT, span, gradients, weight, measure)
 
     def note_added(self, name: str) -> None:
-        """Note that a component's memory was added to by its own layer; raises as `add_components`."""
+        """Note that a component's own layer has added to its memory. Raise as `add_components` does."""
         self._refuse_on_its_way(name)
         self.state.ask(Call.COMPONENT)
         self._window.note_added(self.layout.slot(name).position, name)
 
     def end_micro_batch(self) -> None:
-        """End a micro-batch that is added component by component: components not added had no gradient in it."""
+        """End a micro-batch that is added component by component. Components that were not added had no gradient."""
         now = self.state.ask(Call.COMPONENT)
         self._window.end()
         self.state.now = State.OPEN if now is State.COMING else now
@@ -273,29 +271,28 @@ class PerBlockGradientAccumulator:
             self._keep_first()
 
     def block(self, index: int) -> BlockGradientSet:
-        """Block `index` as it is now: views of the arena, held micro-batches folded, zeros where nothing was added yet.
+        """Return block `index` as views of the arena, after held micro-batches are folded. Zeros if nothing was added.
 
-        It may be kept: what is written to it counts in the window that is open then. Each later step measures its norm
-        in a pass of its own, and none of its components is `unused`.
+        It can be kept. Writes to it count in the window that is open then. Each later step measures its norm in a
+        separate pass, and none of its components is `unused`.
 
         Raises:
             LayoutMismatch: No such block.
-            WindowError: Later, when the block is written to while it is sent, or in a state that does not allow it.
+            WindowError: Raised by a later write to the block while it is sent, or in a state that does not allow it.
         """
         block = self.layout.block(index)
         self._view(block)
         return BlockGradientSet(block, self.kernels, self.arena, block, partial(self._writing, block))
 
     def average(self) -> None:
-        """Divide by the window's weight, in place; the mean then counts as one micro-batch of weight 1.
-
-        One micro-batch of weight 1, or none, changes nothing.
+        """Divide by the window's weight, in place. The mean then counts as one micro-batch of weight 1.
 
         Raises:
             WindowError: A component has fewer micro-batches than the others, the window's weight is above 2**126, or a
                 call was interrupted while it wrote.
         """
-        self.state.ask(Call.ADD)  # once nothing may be added, nothing may be divided: other workers have the sum
+        # A window that takes no more gradients cannot be divided, because other workers have its sum.
+        self.state.ask(Call.ADD)
         if self._window.weights in ([], [1]):
             return
         factor = self.mean_factor
@@ -307,13 +304,13 @@ class PerBlockGradientAccumulator:
                 self.drops.kept.write(1.0, 0, 0.0, 0, 0)
 
     def zero_all(self) -> None:
-        """Drop the window and the gradients held for it. Nothing is written: the next micro-batch overwrites."""
+        """Drop the window and the gradients held for it. The next micro-batch overwrites the memory."""
         now = self.state.ask(Call.ZERO_ALL)
         self.drop_window()
         self.state.now = now
 
     def drop_window(self) -> None:
-        """Forget the window, in any state; the caller sets the state afterwards."""
+        """Forget the window in any state. The caller sets the state afterwards."""
         self._left.clear()
         self._window = Window(len(self.layout.slots))
 
@@ -321,22 +318,23 @@ class PerBlockGradientAccumulator:
         """Whether any component holds NaN or Inf."""
         self.state.ask(Call.VIEW)
         self._fold_held()
-        # All that was added is read again: views from block() may have been written to since it was measured.
+        # Read all sums again, because views from block() may have been written to since they were measured.
         filled = np.flatnonzero(self._window.filled).tolist()
         self.kernels.measure(self.arena, filled)
         return not np.isfinite(self.kernels.totals(self.arena)[filled]).all()
 
     def close(self, *, measure: bool = False) -> None:
-        """Fold all held micro-batches, after which the arena holds the window's weighted sum.
+        """Fold all held micro-batches. The arena then holds the window's weighted sum.
 
-        An empty window's sum is -0.0 outside of blocks: added to any other sum it changes no bit, as 0.0 might.
+        An empty window's sum is -0.0, because adding 0.0 to another worker's sum could change a bit. Components that
+        were written through a block, or hold a sum over workers, keep their values.
 
         Raises:
             WindowError: The window is empty, or incomplete. Nothing is folded then.
         """
         asked, window = self.state.ask(Call.STEP), self._window
         if not window.weights:
-            empty = ~window.filled  # the rest was written through a block, or is a sum over workers by now
+            empty = ~window.filled
             if empty.any():
                 targets = [self.arena.targets[position] for position in np.flatnonzero(empty).tolist()]
                 with self.changing():
@@ -347,81 +345,82 @@ class PerBlockGradientAccumulator:
         self._flush(self._all, asked, measure=measure)
 
     def changing(self, over: State | None = None) -> AbstractContextManager[None]:
-        """A context in which arena memory is written, and the step is BROKEN; after an error it stays BROKEN.
+        """Return a context in which arena memory is written and the step is BROKEN. After an error it stays BROKEN.
 
         Work queued in it is ordered after all earlier work on the memory, on any stream. `over` is the state
-        afterwards; by default the one before.
+        afterwards, by default the one before.
         """
         return Changing(self.state, over or self.state.ask(Call.VIEW), self.arena.in_order())
 
     def close_span(self, span: Span) -> None:
-        """Fold what is held for a span, so that its sum can be sent; nothing more is added to it in this window."""
+        """Fold the held gradients of a span, so that its sum can be sent. The window adds no more to the span."""
         self._flush(span)
         self._left.add(span)
 
     def count_of(self, span: Span) -> int:
-        """The window's micro-batches so far in a span: those of the component that has most."""
+        """Return the most micro-batches of the window that a component of the span has."""
         return int(self._window.counts[span.places].max())
 
     def measure_rest(self) -> None:
-        """Measure the squared sums that no fold has measured: one read of those components."""
+        """Measure the squared sums that no fold has measured, in one read of those components."""
         rest = self._exposed | ~self._window.measured
         if rest.any():
             self.kernels.measure(self.arena, None if rest.all() else np.flatnonzero(rest).tolist())
             self._window.measured[:] = True
 
     def forget_measured(self) -> None:
-        """Measure every squared sum again before the next step, since the arena may have been written to."""
+        """Have the next step measure every squared sum again, because the arena may have been written to."""
         self._window.measured[:] = False
 
     def keep_first_folds(self) -> None:
-        """Measure the first fold of each window from now on, and keep its squared sums until the next one's."""
+        """Measure the first fold of each window from now on, and keep its squared sums until the next window's."""
         self.keeps_first = True
-        self.kernels.keep_sums(self.arena)  # makes the memory
+        self.kernels.keep_sums(self.arena)  # This call allocates the memory.
 
     def square_of(self, first: FirstFold) -> float:
-        """The squared norm of a first fold's sum; on a GPU this waits."""
+        """Return the squared norm of a first fold's sum. On a GPU this waits."""
         return float(self.kernels.totals(self.arena, first.kept)[first.filled].sum())
 
     def own_square(self) -> float | None:
-        """The squared norm of the closed window's sum, if all of it was measured in passing; on a GPU this waits."""
+        """Return the squared norm of the closed window's sum if folds measured all of it. On a GPU this waits."""
         if not self.keeps_first or self._exposed.any() or not self._window.measured.all():
             return None
         return float(self.kernels.totals(self.arena).sum())
 
     def flush(self, span: Span | None = None) -> None:
-        """Fold what is held for a span, or all, so that it may be read; zeros where nothing was added yet."""
+        """Fold the held gradients of a span, or all, so that they can be read. Zero components without a sum."""
         self._flush(span or self._all)
 
     def target_of(self, slot: Slot) -> Buffer:
-        """A slot's part of the arena."""
+        """Return a slot's part of the arena."""
         return self.arena.targets[slot.position]
 
     def views(self) -> Mapping[str, Any]:
-        """Name -> the component in the arena, in its shape, as the device's own kind of array; no copies.
+        """Return name -> view of the component in the arena, in its shape, as the device's kind of array.
 
-        Held micro-batches are folded; a component to which nothing was added shows what its memory holds. The arrays
-        may be written to, so each later step measures its norm in a pass of its own, and no component is `unused`. For
-        what a step handed back take `result.gradients`.
+        Held micro-batches are folded. A component to which nothing was added shows old values. Callers may write to the
+        arrays, so each later step measures its norm in a separate pass, and no component is `unused`. For the gradients
+        of a step use `result.gradients`.
 
         Raises:
-            WindowError: Part of the window is being sent to the other workers: what is written there would be lost.
+            WindowError: Part of the window is being sent to the other workers.
         """
         self.state.ask(Call.VIEW)
-        if self._left and self.state.now is State.SENDING:  # a window that was kept may be looked at
+        # The window that a failed exchange has kept can be viewed. While it is sent, writes would be lost.
+        if self._left and self.state.now is State.SENDING:
             raise self._on_its_way("the window")
         self._fold_held()
         self._exposed[:] = True
         return self.arrays()
 
     def arrays(self) -> Mapping[str, Any]:
-        """As `views`, but for a step's result: written to after the next `add`, they would not be measured again."""
+        """Return the arrays of `views` for a step's result. Writes after the next `add` are not measured again."""
         self.arena.follow()
         return self.by_name
 
     @property
     def by_name(self) -> Mapping[str, Any]:
-        """As `arrays`, for who makes the current stream wait later."""
+        """The mapping of `arrays`, for a caller that makes the current stream wait later."""
         return NamedArrays(self._views, self.layout.orders)
 
     @cached_property
@@ -431,7 +430,7 @@ class PerBlockGradientAccumulator:
 
     @cached_property
     def alone(self) -> Mapping[str, Span]:
-        """Component name -> a span of it alone."""
+        """Component name -> span of this component only."""
         own = {s.slots[0].name: s for s in self.layout.spans if len(s.slots) == 1}
         spans = {s.name: own.get(s.name) or Span.of([s], f"component '{s.name}'") for s in self.layout.slots}
         self.kernels.prepare(self.arena, [*spans.values()])
@@ -439,7 +438,7 @@ class PerBlockGradientAccumulator:
 
     @cached_property
     def groups(self) -> Groups:
-        """The groups that components are added in, where backward makes their gradients one by one."""
+        """The groups in which components are added when backward makes their gradients one by one."""
         groups = Groups(self.layout)
         self.kernels.prepare(self.arena, [group.span for group in groups.all])
         return groups
@@ -447,21 +446,21 @@ class PerBlockGradientAccumulator:
     # ---- saved and loaded ----
 
     def saved(self) -> SavedWindow:
-        """The window as it is now, held micro-batches folded; on a GPU this waits only for a copy of the arena."""
+        """Return the window after folding held micro-batches. On a GPU this waits only for a copy of the arena."""
         self._fold_held()
         window, sums = self._window, np.empty(0, np.float32)
         if window.filled.any():
             sums = self.arena.read(self.kernels.device.array(self.memory, (self.memory.size,)))
             for position in np.flatnonzero(~window.filled).tolist():
                 slot = self.layout.slots[position]
-                sums[slot.offset : slot.stop] = 0  # an earlier window's
+                sums[slot.offset : slot.stop] = 0  # values of an earlier window
         says_nothing, weights = self.state.now is State.NOTHING, np.array(self.weights, np.float32)
         counts, used = window.counts.astype(np.int64), window.used | self._exposed
         counted = self.total_weight, self.dropped
         return SavedWindow(says_nothing, weights, counts, used, window.filled.copy(), sums, *counted)
 
     def load(self, saved: SavedWindow) -> None:
-        """Replace the empty window by one that was saved."""
+        """Replace the empty window by a saved one."""
         state = State.NOTHING if saved.says_nothing else State.OPEN if saved.weights.size else State.EMPTY
         with self.changing(state):
             for position in np.flatnonzero(saved.filled).tolist():
@@ -470,7 +469,7 @@ class PerBlockGradientAccumulator:
             self._window = Window.of(saved)
         if self.drops is not None:
             self.drops.kept.write(saved.counted_weight, saved.dropped, 0.0, 0, 0)
-            self.measure_rest()  # of a micro-batch that is dropped nothing is measured anew
+            self.measure_rest()  # The fold of a dropped micro-batch measures nothing.
 
     # ---- inside ----
 
@@ -485,7 +484,7 @@ class PerBlockGradientAccumulator:
         self, span: Span, gradients: Gradients, weight: SupportsFloat, measure: bool, prefix: str = ""
     ) -> None:
         if span in self._left:
-            self.state.ask(Call.ADD_PART)  # where the exchange failed, that comes first
+            self.state.ask(Call.ADD_PART)  # A failed exchange is reported first.
             raise self._on_its_way(span.called)
         self._add(Call.ADD_PART, span, gradients, weight, measure, prefix)
 
@@ -504,12 +503,12 @@ class PerBlockGradientAccumulator:
         )
 
     def _view(self, span: Span) -> None:
-        """Fold what is held for these slots, so that they may be read and written; later steps measure them again."""
+        """Fold the held gradients of these slots, for reads and writes. Later steps measure the slots again."""
         self._flush(span)
         self._exposed[span.places] = True
 
     def _writing(self, block: Span) -> AbstractContextManager[None]:
-        """A context in which a block that was handed out is written to."""
+        """Return a context in which a caller writes to its views of a block."""
         if block in self._left:
             raise self._on_its_way(block.called)
         self._view(block)
@@ -549,7 +548,7 @@ class PerBlockGradientAccumulator:
         window.refuse_aliases(contribution, self.layout.slots)
         contribution.hold()
         is_full = measure or window.depth(span) + 1 >= self.hold
-        is_apart = window.held_with(span) not in ([], [span])  # they came in other parts before
+        is_apart = window.held_with(span) not in ([], [span])  # earlier ones are held in different parts
         if is_full or is_apart:
             self._before_fold(span)
         self.state.write()
@@ -562,7 +561,7 @@ class PerBlockGradientAccumulator:
         self.state.now = added
 
     def _flush(self, span: Span, over: State | None = None, *, measure: bool = False) -> None:
-        """Fold what is held and zero what got nothing; for a view, or for a call that ends in the state `over`."""
+        """Fold held gradients and zero slots without a sum, for a view or a call that ends in the state `over`."""
         over = over or self.state.ask(Call.VIEW)
         if self._window.filled[span.places].all() and not self._window.held_with(span):
             return
@@ -579,7 +578,7 @@ class PerBlockGradientAccumulator:
         self._window.filled[positions] = self._window.measured[positions] = True
 
     def _before_fold(self, span: Span) -> None:
-        """Wait for the producers of what is held: an error in the fold would leave the window half written."""
+        """Wait for the producers of held gradients first, because an error in a fold leaves the window half written."""
         if self._window.held_with(span):
             self.kernels.device.wait_for(self._window.producers)
 
@@ -593,7 +592,7 @@ class PerBlockGradientAccumulator:
             self._keep_first()
 
     def _keep_first(self) -> None:
-        """Keep the squared sums of the window's first fold, once it is whole, if it was measured in passing."""
+        """Keep the squared sums of the window's first fold once it is whole, if the fold measured them."""
         window = self._window
         if window.is_in_first_fold(self.hold) and window.is_measured:
             kept = self.kernels.keep_sums(self.arena)
