@@ -1,4 +1,4 @@
-"""A whole window and its step as one CUDA graph: recorded once, replayed at the cost of one launch."""
+"""A whole window and its step as one CUDA graph, whose replay costs one launch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gradengine.reduction.reducer import Reducer, whole
 
 @final
 class CapturedWindow(AbstractContextManager["CapturedWindow"]):
-    """What `GradientEngine.capture()` records: the adds of one window and its step.
+    """The adds of one window and its step, which `GradientEngine.capture()` records as a graph.
 
-    The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, as they were
-    recorded. It keeps the arrays alive.
+    The graph holds the addresses of the gradients and of `out`, and the weights of the micro-batches, at the time of
+    the recording. It keeps the arrays alive.
 
     Example:
         >>> def loop(engine, gradients, backward, steps):
@@ -37,37 +37,37 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         ...         result = graph.replay()
     """
 
-    # Not a generator: an interrupted generator would go on recording until its traceback is freed.
+    # This is no generator, because an interrupted generator would record until its traceback is freed.
 
     def __init__(
         self, graph: Graph, reducer: Reducer, late: DeferredErrors, observers: Observers, captures: list[CapturedWindow]
     ) -> None:
         self._graph, self._reducer, self._late, self._observers = graph, reducer, late, observers
-        self._captures = captures  # the engine's: holds this object while it records
+        self._captures = captures  # the engine's list, which holds this object while it records
         self._accumulator, self._state = reducer.accumulator, reducer.accumulator.state
         self._sums = reducer.on_device
-        self._arrays: list[tuple[list[str], list[Any], list[int]]] = []  # names, arrays, recorded addresses
+        self._arrays: list[tuple[list[str], list[Any], list[int]]] = []  # names, arrays and recorded addresses
         self._producers: AbstractSet[ProducerStream] = frozenset()
         self._result: StepResult | None = None
 
     @property
     def result(self) -> StepResult | None:
-        """The result of the last replay, at first of the recorded step; each replay overwrites its arrays."""
+        """The result of the last replay, or before that of the recorded step. Each replay overwrites its arrays."""
         return self._result
 
     @in_range
     def replay(self, *, check: bool = True) -> StepResult:
-        """Run the window and its step on the current stream; returns before they are done.
+        """Queue the window and its step on the current stream, and return before they are done.
 
         Args:
-            check: Compare every array's address with the recorded one first: about 0.1 us for each. Without the check
-                an array that was moved meanwhile is read, or written, at its old address.
+            check: Whether to compare every array's address with the recorded one first, in about 0.1 us each. Without
+                the check, an array that has moved is read or written at its old address.
 
         Raises:
-            BufferRefused: An array's address has changed; nothing was launched.
+            BufferRefused: An array's address has changed. Nothing was launched.
             WindowError: Nothing was recorded, or a window is open or being captured.
-            CallerError: The engine has joined other workers since.
-            NonFiniteGradient: An earlier step's, as in the engine's `step`; nothing was launched.
+            CallerError: The engine has joined other workers since the capture.
+            NonFiniteGradient: The error of an earlier step, as in the engine's `step`. Nothing was launched.
         """
         if self._result is None:
             raise WindowError("nothing was recorded", do="add() and step() inside `with engine.capture() as graph:`")
@@ -80,13 +80,14 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
 
     @whole
     def _run(self, result: StepResult) -> StepResult:
-        """Run the window once more, as a step of its own number."""
+        """Run the window once more, as the step that is open."""
         device, step = self._accumulator.kernels.device, self._reducer.step
         self.ask(Call.REPLAY)
         self._late.raise_pending()
         with self._accumulator.arena.in_order():
-            device.wait_for(self._producers)  # refuses a stream that records a graph
-            self._state.now = State.BROKEN  # from here on only the device knows whether it ran
+            device.wait_for(self._producers)  # also refuses a stream that records a graph
+            # From here on only the device has the information whether the graph ran.
+            self._state.now = State.BROKEN
             self._late.count_from(step)
             stop = self._reducer.asks_to_stop()
             if self._sums is not None:
@@ -100,14 +101,14 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         return made
 
     def ask(self, call: Call) -> State:
-        """Return the state that a capture or a replay leads to; raises if the state, workers or a graph forbid it."""
+        """Return the state that a capture or a replay leads to. Raise if the state, workers or a graph forbid it."""
         self._reducer.refuse_other_group(self._sums)
         leads_to = self._state.ask(call, self._reducer.facts)
         refuse_other_graph(self._accumulator.kernels.device, is_recording=False)
         return leads_to
 
     def __enter__(self) -> CapturedWindow:
-        """Have the engine's next calls be recorded."""
+        """Start to record the engine's calls."""
         now = self.ask(Call.CAPTURE)
         self._captures.append(self)
         self._state.now = now
@@ -119,9 +120,11 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        result, self._result = self._result, None  # until the graph is whole
+        # The result is set again below if the graph is whole.
+        result, self._result = self._result, None
         try:
-            self._graph.__exit__(kind, None, None)  # an interrupt of this leaves the rest to the engine's discard()
+            # After an interrupt of this call the engine's discard() does the rest.
+            self._graph.__exit__(kind, None, None)
         except Exception:
             self._end()
             raise
@@ -134,14 +137,14 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
             self._result = result
 
     def _end(self) -> None:
-        """Begin the engine's step again: nothing of the graph has run, however its recording ended."""
-        self._captures.clear()  # the graph is the caller's to drop, and what it keeps alive
+        """Begin the engine's step again, because no part of the graph has run."""
+        self._captures.clear()
         self._reducer.begin(self._reducer.step)
 
     # ---- called by the engine ----
 
     def keep(self, slots: Sequence[Slot], gradients: Gradients, prefix: str = "") -> None:
-        """Note the arrays of an `add` or of a step's `out` that was recorded, and their addresses."""
+        """Note the arrays, and their addresses, of a recorded `add` or of the `out` of a recorded step."""
         given = zip(slots, in_slot_order(slots, gradients, "the window", prefix), strict=True)
         found = {slot.name: array for slot, array in given if array is not None}
         self._arrays.append(([*found], [*found.values()], addresses_of([*found.values()])))
@@ -156,34 +159,34 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         self._state.now = State.CAPTURED
 
     def abandon(self) -> None:
-        """Stop recording; nothing of the graph is kept."""
+        """Stop recording and drop the graph."""
         self.__exit__(KeyboardInterrupt)
 
 
 def _refuse_moved(names: Sequence[str], now: Sequence[int], recorded: Sequence[int]) -> None:
-    """Raise `BufferRefused` if an array is at another address than the recorded one."""
+    """Raise `BufferRefused` if an array is not at its recorded address."""
     for name, address, expected in zip(names, now, recorded, strict=True) if now != recorded else ():
         if address != expected:
             raise BufferRefused(
-                f"component '{name}' is not at the address that the window was captured with",
+                f"component '{name}' is not at the address at which the window was captured",
                 got=f"address {address:#x}",
                 expected=f"{expected:#x}",
-                do="keep the same buffers, or capture() the window anew",
+                do="keep the same buffers, or capture() the window again",
             )
 
 
 def refuse_other_graph(device: Device, *, is_recording: bool) -> None:
     """Raise `CallerError` unless the current stream records a graph if, and only if, the engine does."""
     if device.is_capturing() != is_recording:
-        captured, other = "is not the one that is captured", "records a graph that this engine did not begin"
-        do = "use this engine's capture(), on the stream of its `with`; after an interrupt of that, discard()"
+        captured, other = "is not the captured stream", "records a graph that this engine did not begin"
+        do = "use this engine's capture() on the stream of its `with`; after an interrupt call discard()"
         raise CallerError(f"the current stream {captured if is_recording else other}", do=do)
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """Each array's address now, by the fastest way that its framework has; 0 if it has none.
+    """Return each array's current address, by the fastest way that its framework has, or 0 without an address.
 
-    It takes 0.1 us an array where all are of one framework, and 1 us where they are not.
+    It takes 0.1 us per array if all are of one framework, and otherwise 1 us.
     """
     kinds = set(map(type, arrays))
     if len(kinds) != 1:

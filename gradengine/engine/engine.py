@@ -362,7 +362,7 @@ class GradientEngine:
     @whole
     def _step(self, out: Gradients | None, deferred: bool, loss_scale: float | None, partial: bool) -> StepResult:
         if deferred and (out is not None or len(self._clipping.names) > 1):
-            what = "a deferred step writes to no destinations and has a single factor"
+            what = "a deferred step writes to no destinations and has one factor"
             raise CallerError(what, expected="out=None and groups=None")
         self._ask(Call.STEP)
         accumulator, reducer, state = self.accumulator, self._reducer, self._state

@@ -1,8 +1,8 @@
-"""What a step hands back, and the errors that a GPU's steps report late.
+"""The result of a step, and the errors that steps on a GPU report late.
 
-On a GPU the numbers are 0-d device arrays: reading one (`float(result.norm)`) is the only wait for the device, and the
-next step overwrites them. Taking one from the result makes the current streams wait for the step, whatever device and
-stream the step was queued on.
+On a GPU the numbers are 0-d device arrays, which the next step overwrites. Only reading one (`float(result.norm)`)
+waits for the device. Taking one from the result makes the current streams wait for the step, whatever device and stream
+the step was queued on.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from gradengine.kernels.status import StatusReadback, StepStatus
 from gradengine.layout import GradientLayout
 from gradengine.reduction.stats import StepStats
 
-_PAYLOAD = (1 << 51) - 1  # of a NaN
-_OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _OTHER_BOUNDS, _FAULTS = 1, 2, 3, 4, 5  # as tally.cu has them
+_PAYLOAD = (1 << 51) - 1  # bits of a NaN's payload
+# tally.cu has the same numbers.
+_OTHER_STEP, _OTHER_SCALE, _NO_MICRO_BATCH, _OTHER_BOUNDS, _FAULTS = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
-    """What a step hands back.
+    """The result of a step.
 
     Attributes:
         step: The step's number, counted from 0.
-        deferred: Whether the step left `sums`, to be multiplied by `factor`, in place of `gradients`.
+        deferred: Whether the step has `sums`, to be multiplied by `factor`, instead of `gradients`.
     """
 
     __reduce_ex__ = not_copied("copy what you need: float(result.norm), result.gradients[name].copy()")
@@ -44,56 +45,56 @@ class StepResult:
     deferred: bool
     _stats: StepStats
     _decision: Decision
-    _non_finite: NonFiniteGradient | None  # if the host knows of one
-    _sums: Sums | None  # over workers, if there are others
-    _loss_scale: Any  # if it is a dynamic one, otherwise None
+    _non_finite: NonFiniteGradient | None  # None if only the device knows
+    _sums: Sums | None  # None without other workers
+    _loss_scale: Any  # None unless it is dynamic
     _arrays: Mapping[str, Any]
     _accumulator: PerBlockGradientAccumulator
-    _changes: int  # of the arena, when the step was over
+    _changes: int  # writes to the arena before the step was over
     _group_names: Sequence[str]
-    _late: DeferredErrors | None  # on a GPU
-    _has_policy: bool  # for spikes
-    _noise: StepNoise | None  # if it is measured
+    _late: DeferredErrors | None  # None on the CPU
+    _has_policy: bool  # whether the engine has `on_spike`
+    _noise: StepNoise | None  # None unless it is measured
 
     @property
     def norm(self) -> Any:
-        """Global norm of the averaged gradient (of the sum, with `average="prescaled"`), before clipping."""
+        """The global norm of the averaged gradient (of the sum, with `average="prescaled"`), before clipping."""
         return self._ready._decision.norm
 
     @property
     def scale(self) -> Any:
-        """Clip scale; with several groups the smallest of theirs."""
+        """The clip scale. With several groups it is the smallest of all groups."""
         return self._ready._decision.scale
 
     @property
     def factor(self) -> Any:
-        """What the sum was multiplied by, in fp32: average, loss unscale and clip in one.
+        """The fp32 factor that averages, unscales and clips the sum in one multiplication.
 
-        After a deferred step: what the sum is still to be multiplied by. With several groups: the first group's.
+        After a deferred step the sum is still to be multiplied by it. With several groups it is the first group's.
         """
         return self._ready._decision.factor
 
     @property
     def inverse_factor(self) -> Any:
-        """1 / factor, in fp32: for optimizers that divide, such as torch's fused ones by `grad_scale`."""
+        """1 / factor, in fp32, for optimizers that divide, such as torch's fused ones by `grad_scale`."""
         return self._ready._decision.inverse
 
     @property
     def skipped(self) -> Any:
-        """True if the gradient was not finite, or its norm a spike, and the step is to be skipped with zero gradients.
+        """Whether the step is skipped, with zero gradients, since the gradient was not finite or its norm a spike.
 
-        On a GPU a 0-d array of 0.0 or 1.0, as torch's fused optimizers take it for `found_inf`.
+        On a GPU this is a 0-d array of 0.0 or 1.0, which torch's fused optimizers accept as `found_inf`.
         """
         return self._ready._decision.skipped
 
     @property
     def spiked(self) -> Any:
-        """True if the norm was a spike for the engine's `on_spike`; on a GPU a 0-d array of 0.0 or 1.0."""
+        """Whether the norm was a spike for the engine's `on_spike`. On a GPU this is a 0-d array of 0.0 or 1.0."""
         return self._ready._decision.spiked
 
     @property
     def spike_bound(self) -> Any:
-        """The norm above which the step would have been a spike: infinity while `on_spike` has no bound."""
+        """The norm above which the step would have been a spike; infinity while `on_spike` has no bound."""
         return self._ready._decision.spike_bound
 
     @property
@@ -118,36 +119,36 @@ class StepResult:
 
     @property
     def weight(self) -> Any:
-        """Weight of all micro-batches of all workers: a float, or an array on the GPU if workers sum there."""
+        """The total weight of all workers' micro-batches, as a float, or as a GPU array if workers sum there."""
         return self._ready._stats.weight
 
     @property
     def micro_batches(self) -> Any:
-        """Micro-batches of all workers: an int, or an array on the GPU if workers sum there."""
+        """The number of all workers' micro-batches, as an int, or as a GPU array if workers sum there."""
         return self._ready._stats.micro_batches
 
     @property
     def dropped(self) -> Any:
-        """Micro-batches of all workers that were not finite and left out, if `on_non_finite` is "drop_micro_batch".
+        """The number of all workers' micro-batches that `on_non_finite="drop_micro_batch"` has left out.
 
-        `micro_batches` counts them too, and `weight` does not. An int; on a GPU an array there, unless it waits anyway:
-        the next `add` overwrites it, and `weight`.
+        `micro_batches` counts them, and `weight` does not. It is an int on the CPU, or if the step waits for workers on
+        the host. Otherwise `dropped` and `weight` are GPU arrays, which the next `add` overwrites.
         """
         return self._ready._stats.dropped
 
     @property
     def stop(self) -> Any:
-        """Whether a rank has called `engine.stop_after_step()`: true in the same step on all ranks, once a request.
+        """Whether a rank has called `engine.stop_after_step()`; true once a request, in the same step on all ranks.
 
-        A bool. If workers sum on their GPUs, a 0-d array there of 0.0 or 1.0: reading it waits for the step.
+        It is a bool. If workers sum on their GPUs, it is a 0-d array of 0.0 or 1.0, and reading it waits for the step.
         """
         return self._ready._stats.stop
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the components without a gradient in any micro-batch of any worker, on any part of the model.
+        """The names of components without a gradient in any micro-batch of any worker, on any part of the model.
 
-        Their gradients in the result are zeros, where torch would have None. If workers sum on their GPUs and this one
+        Their gradients in the result are zeros, but torch would have None. If workers sum on their GPUs and this one
         had no gradient for a component, this waits for the step.
         """
         slots = self._accumulator.layout.slots
@@ -155,19 +156,19 @@ class StepResult:
         return frozenset(slots[position].name for position in unused.tolist())
 
     def metrics(self, *, blocks: bool = False) -> dict[str, float]:
-        """The numbers to log, as a flat dict name -> float. On a GPU this waits for the step.
+        """Return the numbers to log as a flat dict name -> float. On a GPU this waits for the step.
 
         Args:
             blocks: Add the norm of each block, and of each component outside the blocks, as "grad_norm/layers.0".
 
         Returns:
-            "grad_norm" and "clip_scale" as `norm` and `scale`; "clipped" and "skipped", 1.0 or 0.0; "weight",
-            "micro_batches" and "dropped" of all workers; "exchange_seconds" from the first span sent until the last sum
-            was received, and "exchange_hidden_seconds", the part of that time for which `step` did not wait: both 0.0
-            without an exchange. With a dynamic loss scale also "loss_scale", the step's own; with several groups
-            "group_norm/<name>" for each; with `on_spike` "spiked", 1.0 or 0.0, and "spike_bound". With `measure_noise`
-            "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the ways "ranks" and "micro_batches" that are
-            known: see docs/metrics.md. The latter is left out after the next `add`, which overwrites its sums.
+            "grad_norm" and "clip_scale" are `norm` and `scale`. "clipped" and "skipped" are 1.0 or 0.0. "weight",
+            "micro_batches" and "dropped" are totals of all workers. "exchange_seconds" is the time from the first span
+            sent to the last sum received, and "exchange_hidden_seconds" the part of it in which `step` did not wait.
+            Both are 0.0 without an exchange. A dynamic loss scale adds the step's "loss_scale". Several groups add
+            "group_norm/<name>" for each. `on_spike` adds "spiked" (1.0 or 0.0) and "spike_bound". `measure_noise` adds
+            "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the known ways of "ranks" and "micro_batches" (see
+            docs/how-to/metrics.md). "micro_batches" is left out after the next `add`, which overwrites its sums.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
@@ -213,18 +214,18 @@ class StepResult:
 
     @property
     def is_current(self) -> bool:
-        """Whether the gradients are still this step's: no longer after an `add`, `step` or replay of the engine."""
+        """Whether the gradients are still those of this step. False after an `add`, `step` or replay of the engine."""
         return self._accumulator.state.changes == self._changes
 
     @property
     def gradients(self) -> Mapping[str, Any]:
         """Name -> fp32 array of the component's shape, averaged, unscaled and clipped.
 
-        Views of the arena, valid until the next `add`: what is written into them after it may miss in the norm. With
-        `out`: the destinations that were given. `copy.deepcopy` and `pickle` make a plain dict of copies.
+        The arrays are views of the arena, valid until the next `add`. The norm may miss values written after it. With
+        `out` they are the given destinations. `copy.deepcopy` and `pickle` make a plain dict of copies.
 
         Raises:
-            CallerError: The step was deferred: it left sums, which an optimizer must not take for gradients.
+            CallerError: The step was deferred, so that it has sums, which an optimizer must not use as gradients.
         """
         if self.deferred:
             raise CallerError(
@@ -236,17 +237,17 @@ class StepResult:
 
     @property
     def sums(self) -> Mapping[str, Any]:
-        """Name -> fp32 view of the arena after a deferred step: the window's weighted sum.
+        """Name -> fp32 view of the window's weighted sum in the arena, after a deferred step.
 
-        `sums[name] * factor` is the gradient; with `skipped` set there is none. Valid until the next `add`.
+        `sums[name] * factor` is the gradient. If `skipped` is set, there is none. Valid until the next `add`.
 
         Raises:
-            CallerError: The step was not deferred: its sums are scaled already.
+            CallerError: The step was not deferred, so that its sums are already scaled.
         """
         if not self.deferred:
             raise CallerError(
                 f"step {self.step} has scaled its gradients already",
-                do="take result.gradients, or call engine.step(deferred=True)",
+                do="use result.gradients, or call engine.step(deferred=True)",
             )
         return self._ready._arrays
 
@@ -257,31 +258,32 @@ class StepResult:
         On a GPU this waits for the device, which keeps only the newest of these errors.
 
         Raises:
-            WindowError: On a GPU, where a later step's error may have replaced this step's.
+            WindowError: On a GPU, a later step's error may have replaced this step's.
         """
         if self._late is not None and self._decision.bad is None:
             return self._late.of_step(self.step)
         return self._non_finite
 
     def check(self) -> None:
-        """Raise the error of a gradient that was not finite now, not late; on a GPU this waits for the device.
+        """Raise the error of a gradient that was not finite immediately. On a GPU this waits for the device.
 
         Raises:
             NonFiniteGradient: The gradient held NaN or Inf.
-            WindowError: On a GPU, as for `non_finite`.
+            WindowError: On a GPU, the step's weight was invalid, or a later step's error may have replaced this step's.
+            ExchangeError: The workers sum on their GPUs and did not agree.
         """
         if self._late is not None and self._decision.bad is None:
             self._late.raise_of_step(self.step)
         elif self._non_finite is not None:
-            raise copy.copy(self._non_finite)  # a copy: else the result would keep the caller's traceback
+            raise copy.copy(self._non_finite)  # a copy, so that the result does not keep the caller's traceback
 
     def __repr__(self) -> str:
         return f"StepResult(step={self.step}, deferred={self.deferred}, {self.metrics()})"
 
     def of_replay(self, step: int, stop: bool) -> StepResult:
-        """A result of another step, with this result's arrays: a graph's replay writes the same memory.
+        """Return the result of a later step with this result's arrays, since a graph's replay writes the same memory.
 
-        `stop` is that of a lone engine: where workers sum on their GPUs there is an array of it.
+        `stop` is that of a lone engine. If workers sum on their GPUs, an array there holds it.
         """
         stats = self._stats
         if stats.ask_device is None and stats.stop is not stop:
@@ -290,23 +292,23 @@ class StepResult:
 
     @property
     def _ready(self) -> StepResult:
-        """This result, once the current streams have been made to wait for the step."""
+        """This result, after the current streams have been made to wait for the step."""
         self._accumulator.arena.follow()
         return self
 
 
-#: The functions of `GradientEngine.on_step`, each by a key of its own.
+#: The functions of `GradientEngine.on_step`, each with a unique key.
 Observers: TypeAlias = dict[object, Callable[[StepResult], object]]
 
 
 @final
 class DeferredErrors:
-    """Non-finite errors of one GPU's steps, which arrive late; each is raised once.
+    """Errors for gradients that are not finite in one GPU's steps. They arrive late, and each is raised once.
 
     Args:
         readback: Copies the status of the device's steps to the host.
         layout: The layout whose components the errors name.
-        raises: Whether `raise_pending` raises; otherwise it only takes what has arrived, so that more can be sent.
+        raises: Whether `raise_pending` raises. Otherwise it only takes the status that has arrived.
     """
 
     def __init__(self, readback: StatusReadback, layout: GradientLayout, *, raises: bool) -> None:
@@ -314,16 +316,16 @@ class DeferredErrors:
         self.send = readback.send  #: queues a copy of the status to the host, after the step that was queued
         self._latest: StepStatus | None = None
         self._raised_bad_steps = self._raised_bad_weights = 0
-        self._counted = 0  # steps, as the device will count them after all queued work
+        self._counted = 0  # the device's count of steps after all queued work
 
     @staticmethod
     def of(accumulator: PerBlockGradientAccumulator, plan: ClipPlan, *, raises: bool) -> DeferredErrors | None:
-        """Return those of the steps of this accumulator's device; None on the CPU."""
+        """Return the late errors of this accumulator's steps; None on the CPU."""
         readback = accumulator.kernels.status_readback(accumulator.arena, plan)
         return None if readback is None else DeferredErrors(readback, accumulator.layout, raises=raises)
 
     def note_queued(self, step: int) -> int:
-        """Note that the step of this number is about to be queued; returns the device's count of steps after it."""
+        """Note that the step of this number is about to be queued. Return the device's count of steps after it."""
         self._counted = step + 1
         return self._counted
 
@@ -334,24 +336,24 @@ class DeferredErrors:
         self.note_queued(step)
 
     def drop(self, step: int) -> bool:
-        """Drop a step; returns whether the device may have made it. The next replay sets the device's count again."""
+        """Drop a step. Return whether the device may have made it. The next replay sets the device's count again."""
         is_queued, self._counted = self._counted == step + 1, -1
         return is_queued
 
     def restart(self) -> None:
-        """Forget every step so far: the next ones are counted from another number."""
+        """Forget every step so far, because the next ones are counted from a different number."""
         self._readback.restart()
         self._latest, self._raised_bad_steps, self._raised_bad_weights, self._counted = None, 0, 0, -1
 
     def latest(self) -> StepStatus | None:
-        """The newest status that has arrived; never waits."""
+        """Return the newest status that has arrived, without a wait."""
         found = self._readback.newest()
         if found is not None and (self._latest is None or found.step > self._latest.step):
             self._latest = found
         return self._latest
 
     def wait(self) -> None:
-        """Wait for all of the device's work, after which the newest status is known."""
+        """Wait for all of the device's work and read the newest status."""
         self._latest = self._readback.read()
 
     def raise_pending(self) -> None:
@@ -361,21 +363,21 @@ class DeferredErrors:
             return
         if status.bad_weights > self._raised_bad_weights:
             self._raise_weight(status)
-        # This status may be older than the one that check() has read since.
+        # This status may be older than the one that check() has read in the meantime.
         if self._raises and status.bad_steps > self._raised_bad_steps:
             self._raise(status)
 
     def of_step(self, step: int) -> NonFiniteGradient | None:
-        """The error of one step, after waiting for the device; raises `WindowError` if a later step overwrote it."""
+        """Wait for the device and return the error of one step. Raise `WindowError` if a later step overwrote it."""
         status = self._read_of(step)
-        if status.bad_step != step + 1:  # that of another step stays pending
+        if status.bad_step != step + 1:  # The error of a different step stays pending.
             return None
         error = self._blamed(status)
         self._raised_bad_steps = status.bad_steps
         return error
 
     def raise_of_step(self, step: int) -> None:
-        """Raise the error of one step: what `of_step` finds, or that its weight was bad."""
+        """Raise the error of one step, for its weight or for the gradient that `of_step` finds."""
         status = self._read_of(step)
         if status.bad_weight_step == step + 1:
             self._raise_weight(status)
@@ -384,7 +386,7 @@ class DeferredErrors:
 
     def _read_of(self, step: int) -> StepStatus:
         status = self._readback.read()
-        # The device keeps the last bad step and the number of bad steps: if that is 1, no earlier step was bad.
+        # The device keeps the last bad step and the number of bad steps. If that number is 1, no earlier step was bad.
         if status.bad_step > step + 1 and status.bad_steps > 1:
             raise WindowError(
                 f"whether step {step} was finite is no longer known",
@@ -394,9 +396,9 @@ class DeferredErrors:
         return status
 
     def _raise_weight(self, status: StepStatus) -> NoReturn:
-        """Raise the error of a bad weight, also if gradients that are not finite pass."""
+        """Raise the error of an invalid weight, even if gradients that are not finite are allowed."""
         error = _not_agreed(status) or WindowError(
-            f"the weight of the window of step {status.bad_weight_step - 1} is out of range: zeros were handed back",
+            f"step {status.bad_weight_step - 1} gave zeros, because the weight of its window is out of range",
             got=f"{status.bad_weight:g} in all",
             expected="2**-126..2**126, times the loss scale",
             do="use weights nearer to 1",
@@ -406,7 +408,7 @@ class DeferredErrors:
 
     def _raise(self, status: StepStatus) -> NoReturn:
         error = self._blamed(status)
-        # Only now: Python handles signals after calls, and between this line and the raise there is no call.
+        # Python handles signals after calls, and there is no call between this line and the raise.
         self._raised_bad_steps = status.bad_steps
         raise error
 
@@ -416,16 +418,16 @@ class DeferredErrors:
 
 
 def _not_agreed(status: StepStatus) -> GradientError | None:
-    """The error of workers that sum on their GPUs and did not agree, naming the first such rank; None if they did."""
+    """Return the error of workers that sum on their GPUs and did not agree, with the first such rank, or None."""
     told = int(np.float64(status.bad_weight).view(np.uint64)) & _PAYLOAD if math.isnan(status.bad_weight) else 0
     rank, fault = divmod(told, _FAULTS)
     where = f"step {status.bad_weight_step - 1} was skipped on all ranks"
     if fault == _OTHER_STEP:
-        do = "a window was finished or dropped on some ranks only: restart all from one checkpoint"
+        do = "restart all ranks from one checkpoint"
         return ExchangeError(f"{where}: rank {rank} was in another step than rank 0", do=do)
     if fault in {_OTHER_SCALE, _OTHER_BOUNDS}:
         setting = "loss scale" if fault == _OTHER_SCALE else "max_norm"
-        what = f"{where}: rank {rank} had another {setting} than rank 0"
+        what = f"{where}: rank {rank} had a different {setting} than rank 0"
         return ExchangeError(what, do="set the same on all ranks")
     if fault == _NO_MICRO_BATCH:
         return WindowError(f"{where}: none of them had a micro-batch", do="add() gradients on one of them")
