@@ -487,7 +487,7 @@ class TestRefused:
     def test_another_number_of_micro_batches_or_average(self, here):
         for window in (0, 1):
             state = engine_with(window=window, micro_batches=4).state_dict()
-            refused(engine_with(**{"micro_batches": 4, **here}), state, CallerError, f"another {next(iter(here))}")
+            refused(engine_with(**{"micro_batches": 4, **here}), state, CallerError, f"different {next(iter(here))}")
         changed_on_purpose = {**engine_with(micro_batches=4).state_dict(), "micro_batches": np.array(8)}
         resumed_from(changed_on_purpose, micro_batches=8)
 
@@ -506,7 +506,7 @@ def number(value, dtype=np.int64):
 HOSTILE = [
     *(({name: None}, f"lacks '{name}'") for name in NAMES),
     ({"extra": number(1)}, "unknown 'extra'"),
-    *(({"version": number(1), **more}, "another version: got 1") for more in ({}, {"more": number(1)})),
+    *(({"version": number(1), **more}, "version: got 1") for more in ({}, {"more": number(1)})),
     ({"version": "1"},),
     *(({"step": bad},) for bad in (number(1, np.float64), np.zeros(2, np.int64), number(-1), number(2**63 - 1))),
     *(({"layout": bad},) for bad in (np.zeros(0, np.uint8), np.zeros(9, np.uint8))),

@@ -1,7 +1,7 @@
-"""A saved engine: a flat dict of NumPy arrays, which numpy.savez, torch.save and safetensors take as it is.
+"""The saved state of an engine, a flat dict of NumPy arrays that numpy.savez, torch.save and safetensors accept.
 
-It holds the open window's sums, and what must be the same in the engine that loads them: step, layout, settings, and
-the window's worker. What can be computed again (squared sums, the norm) is not saved; held gradients are folded first.
+The state holds the open window's sums. It also holds the step, and the layout, settings and worker that must be the
+same in the engine that loads it. Squared sums and the norm are computed again, and held gradients are folded first.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from gradengine.reduction.stats import Scale
 
 
 class Content(NamedTuple):
-    """What is saved of an engine, but for what must be the same in the engine that loads it."""
+    """The saved values of an engine, except those that must be the same in the engine that loads them."""
 
     step: int
     worker: Worker
     loss_scale: Scale
     max_norms: Sequence[float]  # each group's bound
-    norms: Norms  # for a spike policy; zeros without one
+    norms: Norms  # running norm of a spike policy; zeros without one
     window: SavedWindow
 
 
 _VERSION = 2
 _WINDOW = "counted_weight", "dropped", "says_nothing", "counts", "used", "filled", "sums"
-_NORMS = {"norm_mean": 2.0**256, "norm_variance": 2.0**512, "norm_steps": 2**62}  # the most of each
-_NUMBER: Final = ()  # the shape of one
-_BYTES: Final = None  # as many as there are
-#: What is saved: its dtype, and its shape unless that depends on the layout.
+_NORMS = {"norm_mean": 2.0**256, "norm_variance": 2.0**512, "norm_steps": 2**62}  # upper bounds
+_NUMBER: Final = ()  # shape of a number
+_BYTES: Final = None  # one dimension of any length
+#: Name -> dtype and shape of each saved array. The shape is None if it depends on the layout.
 _FIELDS: Mapping[str, tuple[str, tuple[int, ...] | None]] = {
     "version": ("int64", _NUMBER),
-    "step": ("int64", _NUMBER),  # the number of the open step
+    "step": ("int64", _NUMBER),  # number of the open step
     "layout": ("uint8", _BYTES),  # `GradientLayout.table()`
-    "micro_batches": ("int64", _NUMBER),  # of a window; 0: not known
+    "micro_batches": ("int64", _NUMBER),  # number in a window; 0 if not known
     "average": ("uint8", _BYTES),  # UTF-8
-    "groups": ("uint8", _BYTES),  # a digest of which components share a norm
+    "groups": ("uint8", _BYTES),  # digest of the components' groups
     "max_norms": ("float64", _BYTES),  # each group's bound
     "loss_scale": ("float64", _NUMBER),
-    "loss_scale_tracker": ("int64", _NUMBER),  # finite steps in a row that a dynamic one has seen
-    "norm_mean": ("float64", _NUMBER),  # for a spike policy: of the norms so far
+    "loss_scale_tracker": ("int64", _NUMBER),  # finite steps in a row, for a dynamic loss scale
+    "norm_mean": ("float64", _NUMBER),  # mean of earlier norms, for a spike policy
     "norm_variance": ("float64", _NUMBER),
     "norm_steps": ("int64", _NUMBER),
     "rank": ("int64", _NUMBER),
     "world_size": ("int64", _NUMBER),
-    "counted_weight": ("float64", _NUMBER),  # of the micro-batches that were not dropped
-    "dropped": ("int64", _NUMBER),  # micro-batches that were
-    "says_nothing": ("bool", _NUMBER),  # add(None) said that nothing comes
-    "micro_batch_weights": ("float32", _BYTES),  # of each micro-batch so far
-    "counts": ("int64", _BYTES),  # micro-batches of each component so far
-    "used": ("bool", _BYTES),  # which components got a gradient
-    "filled": ("bool", _BYTES),  # which have their sum in `sums`
-    "sums": ("float32", _BYTES),  # the arena; empty where nothing is filled
+    "counted_weight": ("float64", _NUMBER),  # total weight of micro-batches that were not dropped
+    "dropped": ("int64", _NUMBER),  # number of dropped micro-batches
+    "says_nothing": ("bool", _NUMBER),  # whether add(None) was called
+    "micro_batch_weights": ("float32", _BYTES),  # weight of each micro-batch
+    "counts": ("int64", _BYTES),  # number of micro-batches of each component
+    "used": ("bool", _BYTES),  # components with a gradient
+    "filled": ("bool", _BYTES),  # components with a sum in `sums`
+    "sums": ("float32", _BYTES),  # the arena; empty if nothing is filled
 }
 
 
 def saved_state(
     content: Content, layout: GradientLayout, micro_batches: int | None, shared: SharedSettings
 ) -> dict[str, Array]:
-    """Return the state of an engine of this layout and settings; none of its arrays shares memory with the engine."""
+    """Return the state of an engine of this layout and settings, in arrays that share no memory with the engine."""
     window = content.window
     values = {
         "version": _VERSION,
@@ -94,16 +94,16 @@ def loaded_state(
     """Return the content of a saved state, for an engine of this layout and settings.
 
     Args:
-        state: What `saved_state` returned; its arrays may be any that NumPy reads.
+        state: The dict that `saved_state` returned, with any arrays that NumPy reads.
         layout: The engine's layout.
-        micro_batches: The engine's.
+        micro_batches: The engine's number of micro-batches in a window, if known.
         shared: The engine's settings that workers compare.
 
     Raises:
-        LayoutMismatch: The state is of another layout; the rows that differ are shown.
-        CallerError: The state is of other `micro_batches`, `average` or `groups`, of another version, or not a state.
+        LayoutMismatch: The state has a different layout. The error shows the rows that differ.
+        CallerError: `micro_batches`, `average`, `groups` or the version differ, or this is not a state.
     """
-    refuse_other_kind("state", state, Mapping, do="pass what state_dict() returned")
+    refuse_other_kind("state", state, Mapping, do="pass the dict that state_dict() returned")
     _refuse_other_names(state)
     found = {name: _array(state, name) for name in _FIELDS}
     _refuse_other_layout(found["layout"].tobytes(), layout)
@@ -117,7 +117,7 @@ def loaded_state(
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
     norms = Norms(*(found[name].item() for name in _NORMS))
     for name, number in zip(_NORMS, norms, strict=True):
-        if not 0 <= number <= _NORMS[name]:  # NaN is refused too
+        if not 0 <= number <= _NORMS[name]:  # also refuses NaN
             raise out_of_range(name, number, f"0..{_NORMS[name]:g}")
     scale = found["loss_scale"].item(), tracker
     return Content(step, worker, scale, found["max_norms"].tolist(), norms, _window(found, layout, micro_batches))
@@ -127,11 +127,11 @@ def _refuse_other_names(state: Mapping[str, Any]) -> None:
     names, version = set(state), _array(state, "version").item() if "version" in state else None
     if version not in {None, _VERSION}:
         do = "load it with the version of gradengine that saved it"
-        raise CallerError("the saved state is of another version", got=version, expected=_VERSION, do=do)
+        raise CallerError("the saved state has the wrong version", got=version, expected=_VERSION, do=do)
     lacking, unknown = sorted(set(_FIELDS) - names), [name for name in state if name not in _FIELDS]
     if lacking or unknown:
         what = f"a saved state lacks '{lacking[0]}'" if lacking else f"a saved state has an unknown {said(unknown[0])}"
-        raise CallerError(what, expected=", ".join(_FIELDS), do="pass all that state_dict() returned, and nothing else")
+        raise CallerError(what, expected=", ".join(_FIELDS), do="pass the whole dict that state_dict() returned")
 
 
 def _array(state: Mapping[str, Any], name: str) -> Array:
@@ -144,24 +144,24 @@ def _array(state: Mapping[str, Any], name: str) -> Array:
 
 def _other_array(name: str, array: Array, expected: str) -> CallerError:
     return CallerError(
-        f"'{name}' of a saved state is another array", got=f"{array.dtype} of shape {array.shape}", expected=expected
+        f"'{name}' of a saved state is a wrong array", got=f"{array.dtype} of shape {array.shape}", expected=expected
     )
 
 
 def _refuse_other_layout(table: bytes, layout: GradientLayout) -> None:
     mine = layout.table()
     if table != mine:
-        layout_from_table(table)  # or that it is none
+        layout_from_table(table)  # raises if the table is not valid
         raise LayoutMismatch(
-            f"the saved state (there) is of another layout than the engine (here):\n{differing_rows(mine, table)}",
-            do="build the layout from the same model, its components in the same order",
+            f"the saved state (there) and the engine (here) have different layouts:\n{differing_rows(mine, table)}",
+            do="build the layout from the same model, with its components in the same order",
         )
 
 
 def _refuse_other_setting(name: str, saved: object, here: object) -> None:
     if saved != here:
         do = f"build the engine with the same {name}"
-        raise CallerError(f"the saved state is of another {name}", got=said(saved), expected=said(here), do=do)
+        raise CallerError(f"the saved state has a different {name}", got=said(saved), expected=said(here), do=do)
 
 
 def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None) -> SavedWindow:
@@ -177,13 +177,14 @@ def _window(found: Mapping[str, Array], layout: GradientLayout, room: int | None
     if not is_counted or (says_nothing and weights.size):
         raise CallerError(
             "the weights and counts of a saved state contradict each other",
-            got=f"{weights.size} weights, and {counts.min()} to {counts.max()} micro-batches of a component",
+            got=f"{weights.size} weights, and {counts.min()} to {counts.max()} micro-batches per component",
             expected="a weight for each micro-batch" + ("" if room is None else f", of {room} at most"),
         )
     counted_weight, dropped = found["counted_weight"].item(), found["dropped"].item()
     total = ordered_sum(weights.tolist())
     ends = {0: counted_weight == total, weights.size: counted_weight == 0}
-    is_weighed = ends.get(dropped, 0 < counted_weight <= total)  # equal: a weight may be too small beside it
+    # Both can be equal, because a weight may be too small to change their sum.
+    is_weighed = ends.get(dropped, 0 < counted_weight <= total)
     if not 0 <= dropped <= weights.size or not is_weighed:
         what = "'counted_weight' and 'dropped' of a saved state contradict its micro-batches"
         raise CallerError(what, got=f"weight {counted_weight:g}, and {dropped} of {weights.size} dropped")

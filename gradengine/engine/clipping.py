@@ -1,4 +1,4 @@
-"""An engine's clip groups and their bounds, which may be set between windows."""
+"""An engine's clip groups and their bounds, which can be set between windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clipping:
     Attributes:
         plan: The groups, and the bounds of the next step.
         names: The groups' names.
-        bounds: The bounds in the device's memory, where a captured step reads them.
+        bounds: The bounds in the device's memory, from which a captured step reads them.
     """
 
     def __init__(
@@ -36,25 +36,25 @@ class Clipping:
 
     @property
     def value(self) -> MaxNorm:
-        """The bound, or one for each group by name; None clips nothing."""
+        """The bound, or one for each group by name. None disables clipping."""
         bounds: list[float | None] = [None if bound == math.inf else bound for bound in self.plan.max_norms]
         return bounds[0] if len(bounds) == 1 else MappingProxyType(dict(zip(self.names, bounds, strict=True)))
 
     def with_bounds(self, max_norm: MaxNorm) -> ClipPlan:
-        """Return the plan with other bounds; raises `CallerError` if one is missing, 0, negative or NaN."""
+        """Return the plan with these bounds. Raise `CallerError` if one is missing, 0, negative or NaN."""
         return replace(self.plan, max_norms=bounds_of_groups(max_norm, self.names))
 
     def with_saved(self, max_norms: Sequence[float]) -> ClipPlan:
-        """Return the plan with the bounds of a saved state, one for each group in order; raises `CallerError`."""
+        """Return the plan with the bounds of a saved state, one for each group in order, or raise `CallerError`."""
         if len(max_norms) != len(self.names):
             expected = f"{len(self.names)}, one for each group"
-            raise CallerError("'max_norms' of a saved state has another length", got=len(max_norms), expected=expected)
+            raise CallerError("'max_norms' of a saved state has a wrong length", got=len(max_norms), expected=expected)
         return self.with_bounds(dict(zip(self.names, max_norms, strict=True)))
 
     def use(self, plan: ClipPlan, over: State) -> None:
-        """Decide the next steps, and replays, by the bounds of this plan, after all queued work; `over` follows.
+        """Use the bounds of this plan for the next steps and replays, after all queued work.
 
-        The step is broken until then. After an interrupt call this again with the plan that is left.
+        The step is BROKEN during the call and then in the state `over`. After an interrupt call it with `self.plan`.
         """
         self._state.now, self.plan = State.BROKEN, plan
         self._shared["max_norm"] = shown_bounds(plan)

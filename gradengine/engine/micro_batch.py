@@ -1,4 +1,4 @@
-"""One micro-batch that is added component by component, as backward makes its gradients: none has to be kept."""
+"""One micro-batch that is added component by component while backward runs, so that no gradient has to be kept."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ _OVER = object()
 
 @final
 class MicroBatch(AbstractContextManager["MicroBatch"]):
-    """A micro-batch that is added component by component, in any order; made by `GradientEngine.micro_batch`.
+    """A micro-batch of `GradientEngine.micro_batch`, which is added component by component, in any order.
 
-    It begins with the first component, and ends with its `with`, or by `end()`; a component that was not added counts
-    as one without a gradient. An error in the `with` before the first component changes nothing. A later error leaves a
-    part of a micro-batch in the window, which then takes no more: `discard()` drops it.
+    It begins with the first component, and ends with its `with` or `end()`. A component that was not added counts as
+    one without a gradient. An error in the `with` before the first component changes nothing. A later error leaves part
+    of a micro-batch in the window, which then accepts no more. Drop that window with the engine's `discard()`.
 
     If the engine drops micro-batches that are not finite, this one is kept until its end, and checked and added as a
-    whole. Until then its gradients must stay as they are, each in an array of its own. An error before changes nothing.
+    whole. Until then each gradient must stay unchanged in a separate array, and an error changes nothing.
     """
 
     def __init__(self, reducer: Reducer, room: int | None, weight: float, last: bool | None) -> None:
         self._reducer, self._room, self._weight, self._last = reducer, room, weight, last
         self._accumulator, self._layout = reducer.accumulator, reducer.accumulator.layout
         self._measure = self._sends = False
-        self._missing: dict[int | str, set[str]] = {}  # of each span that is to be sent: components not added yet
+        self._missing: dict[int | str, set[str]] = {}  # span to send -> components that were not added yet
         self._window: object = None  # the window in which it began, or _OVER
         self._noted = Noted(self._accumulator.groups)
         self._kept: dict[str, Any] | None = None if self._accumulator.drops is None else {}
-        self._before = State.EMPTY  # the state of the window that it is kept for
+        self._before = State.EMPTY  # state of the window before a micro-batch that is kept
 
     @whole
     def add(self, name: str, gradient: Any) -> None:
-        """Add one component's gradient, which may be freed after this (with `hold=1`); several of one component add up.
+        """Add one component's gradient. Several gradients of one component are summed.
 
-        In the window's last micro-batch a block is sent to the other workers as soon as all its components were added.
+        With `hold=1` the gradient can be freed after this. In the window's last micro-batch a block is sent to the
+        other workers as soon as all its components were added.
 
         Args:
-            name: The component.
-            gradient: Of any framework, fp32, fp16 or bf16, on the engine's device.
+            name: Name of the component.
+            gradient: Array of any framework, in fp32, fp16 or bf16, on the engine's device.
 
         Raises:
-            LayoutMismatch: No such component, or another shape.
+            LayoutMismatch: No such component, or a wrong shape.
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
-            WindowError: The micro-batch is over, or the component was sent to the other workers already.
+            WindowError: The micro-batch is over, or the component was already sent to the other workers.
         """
         if self._kept is not None:
             self._keep(name, gradient)
@@ -67,16 +68,16 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @whole
     def begin(self) -> None:
-        """Begin now, for layers that add gradients to the arena themselves: components without a sum are zeroed first.
+        """Begin now and zero components without a sum, for layers that add gradients to the arena themselves.
 
-        Such a layer adds to `engine.accumulator.arrays()`, behind the current stream's work, and `note_added` follows.
-        After this an error leaves a window that takes no more: `discard()` drops it.
+        Such a layer adds to `engine.accumulator.arrays()`, in the order of the current stream. Call `note_added` after
+        it. From here on an error leaves a window that accepts no more. Drop it with the engine's `discard()`.
 
         Raises:
-            WindowError: As `GradientEngine.micro_batch`; or the micro-batch's weight is not 1.
+            WindowError: As `GradientEngine.micro_batch`, or the micro-batch's weight is not 1.
         """
         if self._weight != 1:
-            what = "a layer that adds to the arena itself multiplies by no weight"
+            what = "layers that add to the arena themselves need weight 1"
             do = 'scale the loss, and build the engine with average="prescaled"'
             raise WindowError(what, got=f"weight {self._weight}", expected="1", do=do)
         if not self._is_coming:
@@ -87,11 +88,11 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def note_added(self, name: str) -> None:
         """Note that a component's layer has added its gradient to the arena, which counts as `add`.
 
-        The step measures its squared sum. In the window's last micro-batch the component's block may leave.
+        The step measures its squared sum. In the window's last micro-batch this can complete the block, which is sent.
 
         Raises:
             LayoutMismatch: No such component.
-            WindowError: The micro-batch is over or has not begun, or the component was sent already.
+            WindowError: The micro-batch is over or has not begun, or the component was already sent.
         """
         if self._window is None:
             raise WindowError("the micro-batch has not begun", do="call begin() before a layer adds to the arena")
@@ -102,16 +103,16 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._send_complete([name])
 
     def note(self, name: str, gradient: object) -> bool:
-        """Note one component's gradient, to be added with the rest of its block; till then it stays as it is.
+        """Note one component's gradient, to be added with the rest of its block. It must stay unchanged until then.
 
         This costs a fraction of `add`. At most one block's gradients are noted, or 1,048,576 elements.
 
         Args:
-            name: The component.
-            gradient: As for `add`; it is kept alive. It is checked when it is added, and the first one now.
+            name: Name of the component.
+            gradient: Array as for `add`, which is kept alive. It is checked when it is added, the first one now.
 
         Returns:
-            Whether a block is complete, or as much is noted: then call `add_noted()`. `end()` adds the rest.
+            Whether to call `add_noted()`, because a block is complete or enough is noted. `end()` adds the rest.
 
         Raises:
             LayoutMismatch: No such component.
@@ -140,11 +141,11 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @whole
     def add_noted(self) -> None:
-        """Add what was noted: on a GPU one launch a block, on the current stream.
+        """Add the noted gradients. On a GPU this is one launch per block, on the current stream.
 
         Raises:
-            LayoutMismatch, BufferRefused, WindowError: As `add`; the micro-batch is over then, and its window holds a
-                part of it.
+            LayoutMismatch, BufferRefused, WindowError: As `add`. The micro-batch is then over, and part of it remains
+                in its window.
         """
         try:
             for group, gradients in self._noted.taken():
@@ -158,10 +159,10 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @whole
     def end(self) -> None:
-        """End the micro-batch; leaving its `with` does so.
+        """End the micro-batch, as the end of its `with` does.
 
         Raises:
-            WindowError: No component was added, or the window was dropped or stepped meanwhile.
+            WindowError: No component was added, or the window was dropped or stepped in the meantime.
         """
         if self._kept:
             self._add_kept(self._kept)
@@ -175,14 +176,14 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._send(self._layout.spans)
 
     def _keep(self, name: str, gradient: object) -> bool:
-        """Keep a gradient until the end; returns False, since there is nothing to be added yet."""
-        assert self._kept is not None  # noqa: S101  (asked by the callers)
+        """Keep a gradient until the end. Return False, because nothing is to be added yet."""
+        assert self._kept is not None  # noqa: S101  (checked by the callers)
         name = self._layout.slot(name).name
         if self._window is not None:
             self._refuse_if_over()
         if name in self._kept:
-            what = f"component '{name}' came twice in a micro-batch that may be dropped"
-            raise WindowError(what, do="add up its gradients yourself, or use on_non_finite='skip'")
+            what = f"component '{name}' was added twice to a micro-batch that may be dropped"
+            raise WindowError(what, do="sum its gradients yourself, or use on_non_finite='skip'")
         if self._window is None:
             state = self._accumulator.state
             self._before, state.now = state.now, state.ask(Call.BEGIN, self._reducer.facts)
@@ -191,12 +192,12 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         return False
 
     def _add_kept(self, kept: dict[str, Any]) -> None:
-        """Add all that was kept as one micro-batch, which may be dropped, and send the window's last one."""
+        """Add the kept gradients as one micro-batch, which may be dropped. Send the window if it was the last one."""
         self._refuse_if_over()
         self._window, self._kept, self._accumulator.state.now = _OVER, {}, self._before
         if len(set(map(id, kept.values()))) < len(kept):
-            what = "two components of a micro-batch that may be dropped came in the same array"
-            raise WindowError(what, do="give each an array of its own, which stays as it is until the end")
+            what = "two components of a micro-batch that may be dropped are in the same array"
+            raise WindowError(what, do="pass a separate array for each, and keep it unchanged until the end")
         ends = is_last(self._room, "the window", self._accumulator.accumulated_count)
         ends, is_alone = ends if self._last is None else self._last, self._reducer.is_only_worker
         gradients = {slot.name: kept.get(slot.name) for slot in self._layout.slots}
@@ -205,7 +206,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._send(self._layout.spans)
 
     def fail(self, fault: type[BaseException]) -> None:
-        """Leave the window with a part of a micro-batch, as backward failed: nothing can be taken out or added again.
+        """End the micro-batch after backward failed. The window keeps a part of it and accepts no more.
 
         If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
         """
@@ -231,14 +232,14 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
             raise WindowError(
                 "the micro-batch is over",
                 got="a call after its end(), or after its window was stepped or dropped",
-                do="begin another by engine.micro_batch()",
+                do="begin a new one with engine.micro_batch()",
             )
 
     @whole
     def _begin(self, name: str | None = None, gradient: object = None) -> None:
-        """Begin with a gradient, if any, which is checked and not added; choose whether blocks are measured or sent.
+        """Begin, check the first gradient, if any, without adding it, and choose whether blocks are measured or sent.
 
-        Raises `WindowError` if it is over, or if the window is full.
+        Raises `WindowError` if the micro-batch is over or the window is full.
         """
         if self._window is not None:
             self._refuse_if_over()
@@ -252,7 +253,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._window = self._accumulator.window
 
     def _send_complete(self, added: Iterable[str]) -> None:
-        """Send the spans to the other workers of which these components were the last."""
+        """Send the spans that these components complete to the other workers."""
         for name in added if self._sends else ():
             span = self._layout.span_of(name)
             missing = self._missing[span.key]
@@ -264,5 +265,6 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         try:
             if self._sends:
                 self._reducer.start(spans)
-        except ExchangeError:  # raised by the step again, which keeps the window; backward can go on
+        except ExchangeError:
+            # Backward can continue, because the step keeps the window and raises this again.
             self._sends = False

@@ -1,4 +1,4 @@
-"""A data-parallel training loop around any local trainer, which keeps all workers' weights the same."""
+"""A data-parallel training loop around a local trainer, which keeps the weights of all workers equal."""
 
 from __future__ import annotations
 
@@ -23,62 +23,64 @@ MicroBatchT_contra = TypeVar("MicroBatchT_contra", contravariant=True)
 
 
 class Batch(Enum):
-    """Where a batch stands."""
+    """The states of a batch."""
 
     READY = "there is none"
     ADDING = "its micro-batches are added"
-    ADDED = "all micro-batches are in, and the step is to be made"
-    APPLYING = "the step or apply_gradients runs, or was interrupted: only its caller knows what became of the weights"
+    ADDED = "all micro-batches are added, and the step is to be made"
+    APPLYING = "the step or apply_gradients runs, or was interrupted, so that the weights may have changed"
     FINISHED = "the weights are updated"
 
 
-#: Why `finish_step` is refused, in which states, and what to do.
+#: State -> reason why it forbids `finish_step`, and an action.
 _REFUSED = {
     Batch.READY: ("there is no batch to finish", "call train_batch() first"),
     Batch.ADDING: ("a batch stopped before all its micro-batches were added", "discard() it on every rank"),
     Batch.APPLYING: (
-        "a batch was interrupted, or apply_gradients raised: the weights may have changed, here or elsewhere",
+        "a batch was interrupted or apply_gradients raised, and the weights may have changed",
         "discard() it and load one checkpoint, on every rank",
     ),
 }
 
 
 class LocalTrainer(Protocol[MicroBatchT_contra]):
-    """The methods that a training loop of your own must have.
+    """The methods that your own training loop must have.
 
     It may also have
 
-    - `weight(micro_batch) -> float`: what a micro-batch counts (its tokens, say), by default 1. One of 0 is left out.
-    - `weights() -> mapping or iterable of arrays`: for the digests of `check_every`.
-    - `stream_backward(micro_batch) -> (loss, stream)`: as `forward_backward`, but yields gradients as backward finishes
-      them: pairs (block index, its gradients) and (component name, gradient). If `micro_batches` is known, it is called
-      for a window's last one, so that blocks are sent while backward still runs.
+    - `weight(micro_batch) -> float` returns the weight of a micro-batch, such as its number of tokens. The default is
+      1. A micro-batch of weight 0 is left out.
+    - `weights() -> mapping or iterable of arrays` returns the model's weights for the digests of `check_every`.
+    - `stream_backward(micro_batch) -> (loss, stream)` replaces `forward_backward` for a window's last micro-batch, if
+      `micro_batches` is known. The stream yields pairs (block index, its gradients) and (component name, gradient)
+      while backward runs, so that blocks are sent before it ends.
     """
 
     def forward_backward(self, micro_batch: MicroBatchT_contra, /) -> tuple[float, Gradients]:
-        """Compute a micro-batch's loss and its gradients, these as `GradientEngine.add` takes them."""
+        """Return a micro-batch's loss and its gradients, in a form that `GradientEngine.add` accepts."""
         ...
 
     def apply_gradients(self, gradients: Mapping[str, Any], /) -> object:
-        """Update the weights with the averaged, clipped gradients: name -> fp32 array, valid until this returns.
+        """Update the weights with the averaged, clipped gradients (name -> fp32 array, valid until this returns).
 
-        A component that no micro-batch used has zeros; `DistributedTrainer.last_result.unused` names such components.
+        A component that no micro-batch used has zeros. `DistributedTrainer.last_result.unused` names such components.
         """
         ...
 
 
 @final
 class DistributedTrainer:
-    """Runs a local trainer on every worker so that all of them keep the same weights, bit for bit.
+    """A training loop over a local trainer on every worker. All workers keep the same weights, bit for bit.
 
     Args:
-        trainer: The local trainer; it starts with the same weights on every worker.
-        exchange: Sums over workers; None for one worker.
+        trainer: The local trainer, which must start with the same weights on every worker.
+        exchange: Exchange over the workers; None for one worker.
         layout: The gradients' layout.
-        max_steps: After this many steps `reached_max_steps` is True, and a further one is refused.
-        check_every: Compare a digest of all workers' weights every so many steps; 0 never. Needs `trainer.weights()`.
-        options: Those of `GradientEngine`, by name. `micro_batches` are this worker's in each step: the exchange starts
-            with the last one. A `tp_exchange` is over ranks that train on the same micro-batches.
+        max_steps: Number of steps after which `reached_max_steps` is True and `train_batch` raises; None for no limit.
+        check_every: Number of steps between comparisons of all workers' weights by digest; 0 (default) never compares.
+            Needs `trainer.weights()`.
+        options: Keyword arguments of `GradientEngine`. `micro_batches` is the number of this worker's in each step; the
+            exchange starts with the last one. A `tp_exchange` is over ranks that train on the same micro-batches.
 
     Raises:
         CallerError: An argument is out of range.
@@ -120,12 +122,12 @@ class DistributedTrainer:
 
     @property
     def step(self) -> int:
-        """The engine's `current_step`: steps that were made. `engine.load_state_dict()` sets it."""
+        """The number of steps made, which is the engine's `current_step`. `engine.load_state_dict()` sets it."""
         return self.engine.current_step
 
     @property
     def last_result(self) -> StepResult | None:
-        """The result of the last step; None before the first."""
+        """The result of the last step; None before the first step."""
         return self._last_result
 
     @property
@@ -135,7 +137,7 @@ class DistributedTrainer:
 
     @property
     def world_size(self) -> int:
-        """Workers in the group."""
+        """The number of workers in the group."""
         return self.engine.world_size
 
     @property
@@ -152,20 +154,20 @@ class DistributedTrainer:
         """Make one optimizer step on this worker's micro-batches.
 
         Args:
-            micro_batches: This worker's share. It may be empty if another worker's is not: the worker then takes part
-                with weight 0.
+            micro_batches: This worker's micro-batches. There may be none if another worker has some. This worker then
+                takes part with weight 0.
 
         Returns:
-            The mean of `forward_backward`'s losses over all workers' micro-batches, by weight, whatever `average` is;
-            the same on every worker. It decides nothing: if a micro-batch's loss is NaN the mean is NaN, and the step
-            is made all the same where the gradients are finite.
+            The mean of `forward_backward`'s losses over all workers' micro-batches, by weight, for every `average`. It
+            is the same on every worker. If a micro-batch's loss is NaN, the mean is NaN, but the step is made if the
+            gradients are finite.
 
         Raises:
             WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
-            CallerError: The trainer did not return (loss, gradients), or the loss is not a number; these gradients have
-                not been added.
-            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`; `finish_step()` runs
-                it again.
+            CallerError: The trainer did not return (loss, gradients), or the loss is not a number. These gradients were
+                not added.
+            NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`. Call `finish_step()`
+                to run the step again.
             ExchangeError: The workers' weights differ. The batch is finished, also if they could not be compared.
         """
         batches = iterated("micro_batches", micro_batches)
@@ -173,14 +175,16 @@ class DistributedTrainer:
             raise WindowError("all steps are done", got=f"step {self.step + 1}", expected=f"max_steps={self.max_steps}")
         if self._batch is Batch.APPLYING:
             raise _refusal(self._batch)
-        if self.engine.has_open_window:  # not of one that the engine's own discard() has dropped
+        # The engine's discard() may have dropped the window of an earlier batch.
+        if self.engine.has_open_window:
             do = "run finish_step() again, or discard() the batch on every rank"
             raise WindowError("an earlier batch is not finished", do=do)
         self._batch, self._losses = Batch.ADDING, []
         for micro_batch in batches:
             weight = self._weight(micro_batch)
+            # The loss of a micro-batch without weight is a mean over 0 tokens, which may be NaN.
             if weight == 0:
-                continue  # it counts nothing, and its loss, a mean over 0 tokens, may be NaN
+                continue
             last = len(self._losses) + 1 == self.engine.micro_batches
             streams = last and hasattr(self.trainer, "stream_backward")
             loss = self._stream(micro_batch, weight) if streams else self._add(micro_batch, weight)
@@ -191,21 +195,21 @@ class DistributedTrainer:
         return self.finish_step()
 
     def finish_step(self) -> float:
-        """Close the window and apply its gradients: the end of `train_batch`, to be called again if that failed.
+        """Make the step and apply its gradients. This is the end of `train_batch`; call it again if that failed.
 
-        If the batch is finished already, this returns its loss once more.
+        If the batch is already finished, this returns its loss again.
 
         Returns:
             The loss, as `train_batch`.
 
         Raises:
-            WindowError: There is no batch to finish, or one that stopped before all was added, or was interrupted.
+            WindowError: There is no batch to finish, it stopped before all was added, or it was interrupted.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         if self._batch in _REFUSED:
             raise _refusal(self._batch)
         if self._batch is Batch.ADDED:
-            self._loss = self._global_loss()  # a failure here leaves the step to be run again
+            self._loss = self._global_loss()  # A failure here leaves the batch ADDED.
             self._batch = Batch.APPLYING
             try:
                 result = self._last_result = self.engine.step(partial=True)
@@ -220,7 +224,7 @@ class DistributedTrainer:
         return self._loss
 
     def discard(self) -> None:
-        """Drop an unfinished batch, as `GradientEngine.discard`: on every rank, or the ranks' weights will differ."""
+        """Drop an unfinished batch, as `GradientEngine.discard`. Call it on every rank, or the weights will differ."""
         self.engine.discard()
         self._batch = Batch.READY
 
@@ -231,7 +235,7 @@ class DistributedTrainer:
         return loss
 
     def _stream(self, micro_batch: object, weight: float) -> float:
-        """Add the window's last micro-batch part by part, so that each part is sent as soon as it is there."""
+        """Add the window's last micro-batch part by part, so that each part is sent as soon as it is added."""
         answer = self.trainer.stream_backward(micro_batch)  # type: ignore[attr-defined]
         loss, parts = _loss_and_rest("stream_backward", answer, "(loss, stream)")
         for part in iterated("stream_backward's stream", parts):
@@ -264,7 +268,7 @@ class DistributedTrainer:
         for rank, digest in enumerate(told):
             if digest != told[0]:
                 what = f"weights of rank {rank} differ from rank 0's after step {self.step}"
-                do = "start all workers from the same weights, and apply nothing but the gradients handed back"
+                do = "start all workers from the same weights, and apply only the step's gradients"
                 raise ExchangeError(what, got=digest, expected=told[0], do=do)
 
 
@@ -274,7 +278,7 @@ def _refusal(batch: Batch) -> WindowError:
 
 
 def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
-    """The two items of what a trainer returned; a mapping of two gradients is refused."""
+    """Return the two items that a trainer returned. Refuse others, such as a mapping of two gradients."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise CallerError(f"{giver} gave no pair", got=said(answer), expected=expected)
     return answer[0], answer[1]
@@ -282,7 +286,7 @@ def _pair(giver: str, answer: Any, expected: str) -> tuple[Any, Any]:
 
 def _loss_and_rest(giver: str, answer: Any, expected: str) -> tuple[float, Any]:
     loss, rest = _pair(giver, answer, expected)
-    number = as_number(loss)  # NaN is a number here
+    number = as_number(loss)  # accepts NaN
     if number is None:
         what, is_number = "a micro-batch's loss is not a number", "a number, or an array of no dimension"
         raise CallerError(what, got=said(loss), expected=is_number, do=f"return {expected}")
@@ -297,12 +301,12 @@ def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
-    """The batches of one worker: rank, rank + world_size, ...
+    """Return the indices of one worker's batches, which are rank, rank + world_size, ...
 
     Args:
-        num_batches: Batches in all.
-        rank: The worker.
-        world_size: Workers; with more of them than batches some get none.
+        num_batches: Number of batches of all workers.
+        rank: Rank of the worker.
+        world_size: Number of workers. If it is greater than `num_batches`, some workers get none.
 
     Raises:
         CallerError: A number is out of range.
@@ -316,7 +320,7 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
 
 
 def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
-    """The sha256 of the bytes of contiguous CPU arrays, in order: equal where all weights are equal bit for bit.
+    """Return the sha256 of the bytes of contiguous CPU arrays, in order, as hex digits.
 
     Example:
         >>> weights_digest([np.zeros(2, np.float32)]) == weights_digest({"w": np.zeros(2, np.float32)})
@@ -325,6 +329,6 @@ def weights_digest(weights: Mapping[str, object] | Iterable[object]) -> str:
     digest = hashlib.sha256()
     arrays = weights.values() if isinstance(weights, Mapping) else iterated("weights", weights)
     for i, array in enumerate(arrays):
-        values = array.detach() if is_torch(array) else array  # a parameter requires a gradient
+        values = array.detach() if is_torch(array) else array  # host_buffer() refuses parameters
         digest.update(host_buffer(values, f"weights[{i}]").data.data)
     return digest.hexdigest()
