@@ -1,9 +1,9 @@
-"""The engine: micro-batches in, one step out, in one process or over an exchange.
+"""The engine, which turns micro-batches into optimizer steps, in one process or over an exchange.
 
-In: gradients of each micro-batch. Out: a `StepResult` with the averaged and clipped gradients. `engine.py` has the
-calls `add` and `step`, `settings.py` what an engine is made with, `micro_batch.py` gradients that come one by one,
-`result.py` what a step answers, `capture.py` a CUDA graph of a window, `checkpoint.py` an open window
-on disk, `ranges.py` a profiler's ranges, and `trainer.py` a loop around it all. Imports `reduction`, `exchange` and
+Its input is the gradients of each micro-batch. Its output is a `StepResult` with the averaged and clipped gradients.
+`engine.py` has the calls `add` and `step`, `settings.py` the checks of arguments, `micro_batch.py` gradients that are
+added one by one, `result.py` the result of a step, `capture.py` a CUDA graph of a window, `checkpoint.py` the saved
+state, `ranges.py` a profiler's ranges, and `trainer.py` a training loop. Imports `reduction`, `exchange` and
 `accumulate`.
 """
 

@@ -1,4 +1,4 @@
-"""How an engine decides its steps: by its bounds, its loss scale, and its policies for NaN, Inf and spikes."""
+"""The decision about a step, by an engine's bounds, its loss scale, and its policies for NaN, Inf and spikes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Deciding:
 
     @property
     def norms(self) -> Norms:
-        """The mean and variance of the spike policy, to be saved; zeros without one. On a GPU this waits."""
+        """The mean and variance of the spike policy, for a saved state; zeros without one. On a GPU this waits."""
         return Norms() if self._spikes is None else Norms(*self._spikes.kept.read())
 
     @norms.setter
@@ -55,9 +55,9 @@ class Deciding:
     def decide(
         self, step: int, late: DeferredErrors | None
     ) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
-        """Sum, agree and decide; nothing is handed back yet. The last is the loss scale that a dynamic one had.
+        """Sum over workers, agree and decide, without writing a gradient. Return a dynamic loss scale's value last.
 
-        `late` counts the device's steps: None on the CPU, and in a graph, which counts its own as it runs.
+        `late` counts the device's steps. It is None on the CPU, and in a graph, which counts its own steps.
         """
         reducer, dynamic, zero_if_bad = self._reducer, self.scaling.dynamic, self._on_non_finite != "propagate"
         plan, spikes = self.clipping.plan, self._spikes
@@ -65,12 +65,13 @@ class Deciding:
             scale = self.scaling.known(reducer)
             norms = str(self.norms) if spikes is not None and reducer.waits else None
             stats = reducer.agree(scale, norms)
-            # Each micro-batch was dropped, and the step is skipped. K2 looks at a weight that the host does not have.
+            # If each micro-batch was dropped, the step is skipped. K2 checks a weight that only the device has.
             is_empty = isinstance(stats.weight, float) and stats.weight == 0
             divisor = math.inf if is_empty else scale[0] * reducer.divisor(stats)
             if not is_empty:
                 refuse_bad_divisor(divisor, "the window's weight times the loss scale")
-            if stats.totals.size:  # all ranks decide alike, from the sums that they agreed on
+            if stats.totals.size:
+                # All ranks make the same decision, from the sums that they agreed on.
                 judged = None if spikes is None else spikes.judged
                 decision = decide(stats.totals, plan, divisor, zero_if_bad=zero_if_bad, judged=judged)
             else:
@@ -84,11 +85,13 @@ class Deciding:
             reducer.fail()
             raise
         except Exception as fault:
-            if not isinstance(fault, GradientError):  # a signal handler's, perhaps in the middle of a sum
+            # An exception of a signal handler may have interrupted a sum.
+            if not isinstance(fault, GradientError):
                 self._accumulator.state.now = State.BROKEN
             raise
         if non_finite is not None and self._on_non_finite == "raise":
-            self._accumulator.forget_measured()  # one worker may mend its arena and run the step again
+            # Measure again, because a worker may correct its arena and run the step again.
+            self._accumulator.forget_measured()
             raise non_finite
         used = decision.loss_scale if decision.bad is None else scale[0]
         return stats, decision, non_finite, None if dynamic is None else used
@@ -99,7 +102,7 @@ class Deciding:
         return StepNoise(stats, self._accumulator.first, self._average, self._reducer.worker[1], known_scale)
 
     def follow(self, decision: Decision) -> None:
-        """Change what verdicts change, by a step that is made and that the host decided; K2 has done so for its own."""
+        """Update loss scale and spike policy after a step that the host decided. K2 has done so for its own steps."""
         if self.scaling.dynamic is not None:
             self.scaling.follow(decision)
         if self._spikes is not None:

@@ -1,4 +1,4 @@
-"""An engine's loss scale: a number that is set, or one that the verdicts of the steps change."""
+"""An engine's loss scale, which is either set by the caller or changed by the verdicts of the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LossScaling:
     """One engine's loss scale.
 
     Attributes:
-        dynamic: The scale that verdicts change; None if the scale is a number that is set.
+        dynamic: The scale that verdicts change; None if the caller sets the scale.
     """
 
     def __init__(self, scale: float | DynamicLossScale, accumulator: PerBlockGradientAccumulator) -> None:
@@ -40,14 +40,14 @@ class LossScaling:
         return self._number if self.dynamic is None else self.dynamic.value
 
     def set(self, value: float, facts: Callable[[], Facts] | None) -> None:
-        """Set the number; with `facts` that of the next window, for a refusal if a window is open.
+        """Set the scale. With `facts`, which an error quotes, a change is refused if a window is open.
 
         Raises:
             WindowError: A window is open.
             CallerError: The number is out of range, or the scale is a dynamic one.
         """
         if self.dynamic is not None:
-            raise CallerError("a dynamic loss scale follows the steps' verdicts and is not set", got=said(value))
+            raise CallerError("a dynamic loss scale cannot be set", got=said(value))
         scale = checked_loss_scale(value)
         if facts is not None and scale != self._number:
             told = facts()
@@ -56,26 +56,26 @@ class LossScaling:
         self._number = scale
 
     def known(self, reducer: Reducer) -> Scale:
-        """Return the scale that the host divides by; workers compare it. It is (1, 0) if only the device has it."""
+        """Return the scale by which the host divides, which workers compare, or (1, 0) if only the device has it."""
         if self.dynamic is None:
             return self._number, 0
         return (1.0, 0) if self._is_on_gpu and not reducer.waits else self.saved()
 
     def saved(self) -> Scale:
-        """Return the scale, and the finite steps in a row that a dynamic one has seen; on a GPU this waits."""
+        """Return the scale and, for a dynamic one, the number of finite steps in a row. On a GPU this waits."""
         if self.dynamic is None:
             return self._number, 0
         scale, tracker = self.dynamic.read()
         return float(scale), tracker
 
     def follow(self, decision: Decision) -> None:
-        """Change a dynamic scale by the verdict of a step that the host decided; K2 has done so for its own."""
+        """Change a dynamic scale after a step that the host decided. K2 has done so for its own steps."""
         if self.dynamic is not None and decision.bad is not None:
             scale, tracker = self.dynamic.rule.after(*self.dynamic.read(), is_finite=not decision.bad)
             self.dynamic.kept.write(float(scale), tracker)
 
     def load(self, scale: float, tracker: int) -> None:
-        """Go on with what was saved; raises `CallerError` for a number that is no loss scale."""
+        """Load a saved scale. Raise `CallerError` if the number is not a valid loss scale."""
         if self.dynamic is None or not 0 < np.float32(scale) < np.inf:
             scale = checked_loss_scale(scale)
         if self.dynamic is None:
@@ -85,9 +85,9 @@ class LossScaling:
 
 
 def checked_loss_scale(value: float) -> float:
-    """The loss scale as a float; raises `CallerError` unless it is a number in 2**-126..2**126."""
+    """Return the loss scale as a float. Raise `CallerError` unless it is a number in 2**-126..2**126."""
     scale = as_float(value)
-    if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too
+    if not 2.0**-126 <= scale <= 2.0**126:  # also refuses NaN
         do = "pass scaler.get_scale() or a DynamicLossScale" if math.isnan(scale) else None
         raise out_of_range("loss_scale", value, "2**-126..2**126", do=do)
     return scale

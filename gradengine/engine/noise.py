@@ -2,8 +2,8 @@
 
 The formula is that of McCandlish and others, 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
 section 2.2 and appendix A.1. The mean gradient g of a batch of size B has E|g|² = |G|² + S / B. G is the true gradient,
-and S the trace of the covariance of the gradients of one unit. A unit is one of weight: a micro-batch, or a token.
-Batches of two sizes give two equations for S and |G|². The noise scale is S / |G|².
+and S the trace of the covariance of the gradients of one unit of weight, such as a micro-batch or a token. Batches of
+two sizes give two equations for S and |G|². The noise scale is S / |G|².
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 
 def noise_of(small: Batch, large: Batch) -> tuple[float, float] | None:
-    """Return S and |G|², each without bias, of any sign; None if the sizes are equal, or a norm is not finite.
+    """Return unbiased estimates of S and |G|², of any sign, or None if the sizes are equal or a norm is not finite.
 
     >>> noise_of(Batch(1, 5.0), Batch(4, 2.0))
     (4.0, 1.0)
@@ -39,14 +39,14 @@ def noise_of(small: Batch, large: Batch) -> tuple[float, float] | None:
 @final
 @dataclass(frozen=True, eq=False)
 class StepNoise:
-    """The facts that a step's noise is computed from, once it is asked for.
+    """The values from which the noise of a step is computed on demand.
 
     Attributes:
         stats: The step's stats, with those of each rank if ranks agreed on the host.
         first: The first fold of this rank's window, if it was measured in passing and is not the whole window.
-        average: The engine's.
+        average: The engine's `average`.
         workers: The number of workers.
-        loss_scale: The step's; a dynamic one on a GPU is an array there.
+        loss_scale: The step's loss scale; a dynamic one on a GPU is an array there.
     """
 
     stats: StepStats
@@ -56,7 +56,7 @@ class StepNoise:
     loss_scale: Any
 
     def metrics(self, norm: float, first: float | None) -> dict[str, float]:
-        """Return the metrics of each way that can be told; on a GPU this waits for the step.
+        """Return the metrics of each way to estimate the noise that is possible. On a GPU this waits for the step.
 
         Args:
             norm: The norm that the step reported.
@@ -81,7 +81,7 @@ class StepNoise:
             shares = [1 / len(ranks) if is_mean_of_means else one.weight / total for one in ranks]
             square = sum(share * square for share, square in zip(shares, squares, strict=True))
             small["ranks"] = Batch(size / len(ranks), square)
-        # Ranks that sum on their GPUs do not know each other's weights, nor the size that a mean of means has.
+        # Ranks that sum on their GPUs have no weights of other ranks, so the size of a mean of means is unknown.
         if first is not None and self.first is not None and not (is_mean_of_means and stats.on_device is not None):
             small["micro_batches"] = Batch(self.first.weight, first / (self.first.weight * scale) ** 2)
         if not small:

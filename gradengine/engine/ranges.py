@@ -12,9 +12,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def in_range(method: _Method) -> _Method:
-    """Make each call of this method a range in a profiler if GRADENGINE_NVTX=1; otherwise return it as it is.
+    """Make each call of this method a range in a profiler if GRADENGINE_NVTX=1. Otherwise return it unchanged.
 
-    The first call raises `ImportError` if CuPy, which has NVTX, does not load.
+    The first call raises `ImportError` if CuPy, which contains NVTX, does not load.
     """
     if os.environ.get("GRADENGINE_NVTX") != "1":
         return method

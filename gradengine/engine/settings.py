@@ -1,4 +1,4 @@
-"""An engine's settings: checked once, and compared over the workers."""
+"""An engine's settings, which are checked once and compared over the workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate", "drop_micro_batch"]
-SharedSettings: TypeAlias = dict[str, str]  # by name, as text: the same on all workers
+SharedSettings: TypeAlias = dict[str, str]  # name -> setting as text, the same on all workers
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
 _SHOWN = 100  # characters of a list of bounds
@@ -23,10 +23,10 @@ _SHOWN = 100  # characters of a list of bounds
 def shared_settings(
     plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object, on_spike: object
 ) -> SharedSettings:
-    """Return the settings that must be the same on all workers, who compare them when they join.
+    """Return the settings that must be the same on all workers. Workers compare them when they join.
 
     Raises:
-        CallerError: A setting is not one of the known words, or a dynamic loss scale lacks the steps that are skipped.
+        CallerError: A setting is not one of the known words, or a dynamic loss scale is used without skipped steps.
     """
     refuse_unknown("on_non_finite", on_non_finite, get_args(OnNonFinite))
     if on_spike is not None:
@@ -36,7 +36,7 @@ def shared_settings(
     is_dynamic = isinstance(loss_scale, DynamicLossScale)
     if is_dynamic and on_non_finite != "skip":
         got, do = f"on_non_finite={on_non_finite!r}", 'build the engine with on_non_finite="skip"'
-        raise CallerError("a dynamic loss scale skips steps", got=got, do=do)
+        raise CallerError("a dynamic loss scale works only if bad steps are skipped", got=got, do=do)
     return {
         "max_norm": shown_bounds(plan),
         "groups": hashlib.sha256(repr(plan.groups).encode()).hexdigest()[:12],
@@ -54,7 +54,7 @@ def shown_bounds(plan: ClipPlan) -> str:
 
 
 def is_last(room: int | None, what: str, count: int) -> bool:
-    """Whether the micro-batch after `count` is the window's last; raises `WindowError` if the window is full."""
+    """Return whether the micro-batch after `count` is the window's last. Raise `WindowError` if the window is full."""
     if room is not None and count >= room:
         expected = f"step() after {room} micro-batches"
         raise WindowError(f"{what} is full", got=f"micro-batch {count + 1}", expected=expected)
@@ -62,7 +62,7 @@ def is_last(room: int | None, what: str, count: int) -> bool:
 
 
 def refuse_short(room: int | None, count: int, *, partial: bool) -> None:
-    """Raise `WindowError` if the window has some of its micro-batches and lacks others, unless that is allowed."""
+    """Raise `WindowError` if the window lacks some of its micro-batches but not all, unless `partial` allows it."""
     if room is not None and 0 < count < room and not partial:
         raise WindowError(
             "the window is short",
@@ -84,8 +84,8 @@ def refuse_lone_part(
         raise CallerError(
             "one part of a model cannot be clipped or skipped by itself",
             got=f"part {layout.tp_rank} of {layout.tp_size}, and no tp_exchange",
-            expected="tp_exchange=, over the ranks with the other parts",
-            do="or give max_norm=None, on_spike=None, and on_non_finite='raise' or 'propagate'",
+            expected="a tp_exchange over the ranks with the other parts",
+            do="pass it, or max_norm=None, on_spike=None, and on_non_finite='raise' or 'propagate'",
         )
 
 
@@ -96,18 +96,18 @@ def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
             raise CallerError(f"{name} is not an Exchange", got=type(group).__name__, do="pass connect(url, ...)")
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(
-            "exchange and tp_exchange are the same", expected="a group over the workers, and one over the parts"
+            "exchange and tp_exchange are the same", expected="one over the workers, and a different one over the parts"
         )
 
 
 def measures_noise(layout: GradientLayout, on_non_finite: str, *, measure_noise: object) -> bool:
-    """Return whether the gradient noise is measured: not of a part of a model, whose norm is not that of its own sum.
+    """Return whether the gradient noise is measured. For a part of a model it is not, because the norm is the model's.
 
     Raises:
-        CallerError: `measure_noise` is no bool, or micro-batches may be dropped, the first one too.
+        CallerError: `measure_noise` is not a bool, or micro-batches, the first one too, may be dropped.
     """
     measures = truth_value("measure_noise", measure_noise)
     if measures and on_non_finite == "drop_micro_batch":
-        what, do = "the gradient noise is not measured where micro-batches may be dropped", "give one of the two up"
+        what, do = "the gradient noise is not measured if micro-batches may be dropped", "use only one of the two"
         raise CallerError(what, got="measure_noise=True", do=do)
     return measures and layout.tp_size == 1
