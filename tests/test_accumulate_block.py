@@ -106,7 +106,7 @@ class TestRefused:
     def test_memory_of_its_own_elsewhere(self, backend):
         block, gradients = filled(backend)
         swapped = {**block.components, "b": block.components["c"], "c": block.components["b"]}
-        with nothing_is_launched(backend), pytest.raises(BufferRefused, match=r"'layers.0.b' .* own memory"):
+        with nothing_is_launched(backend), pytest.raises(BufferRefused, match=r"'layers.0.b' .* memory of this block"):
             block.accumulate(swapped)
         assert_holds(block, BLOCK.slots, gradients)
 

@@ -212,7 +212,7 @@ class TestCopies:
         own = raw(accumulator.target_of(block.slots[8]))
         copy_block, copy_non_block = accumulator.copy_block_to, accumulator.copy_non_block_to
         for copy, which, workspace, message in (
-            (copy_block, 0, good[:8], "the workspace of block 0 has: got 8, expected 9"),
+            (copy_block, 0, good[:8], "the workspace of block 0: got 8, expected 9"),
             (copy_block, 0, [*good[:8], np.empty(8, np.float32)], "'blocks.0.post_attn_norm' .* got cpu"),
             (copy_block, 0, [*good[:8], own], "'blocks.0.post_attn_norm' and 'the arena' overlap"),
             (copy_block, 0, dict.fromkeys(BLOCK_COMPONENTS[:8]), "lack component 'post_attn_norm'"),

@@ -72,7 +72,7 @@ def test_what_a_container_lacks_or_has_twice_is_named_by_its_path():
 @pytest.mark.parametrize(
     ("gradients", "message"),
     [
-        ([1, 2], r"block 0 has: got 2, expected 3: layers\.0\.a, layers\.0\.b, layers\.0\.c"),
+        ([1, 2], r"block 0: got 2, expected 3: layers\.0\.a, layers\.0\.b, layers\.0\.c"),
         ([1, 2, 3, 4], "got 4, expected 3"),
         ({}, r"block 0 lack component 'a' \(and 2 more\): got 0 components, expected 3"),
         ({"a": 1, "c": 3}, "lack component 'b': got 2 components, expected 3"),
@@ -174,7 +174,7 @@ class TestDestinations:
         last, named = backend.kernels.device.view(good[3], "last"), dict(zip(NAMES, good, strict=True))
         own = raw(found.arena.part(LAYOUT.slots[1].offset, LAYOUT.slots[1].stop))
         for out, message in (
-            (good[:3], "out has: got 3, expected 4"),
+            (good[:3], "out: got 3, expected 4"),
             ({name: named[name] for name in NAMES[:3]}, "lack component 'head'"),
             ({**named, "tail": None}, "no component 'tail'"),
             ("abc", "got str"),

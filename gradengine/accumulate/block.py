@@ -1,4 +1,4 @@
-"""The gradients of one block: a range of memory, its components, and the operations on them."""
+"""The gradients of one block, and the operations on them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from gradengine.layout.slots import Span
 
 @final
 class BlockGradientSet:
-    """The gradients of one block: a range of fp32 memory and the components in it.
+    """The gradients of one block, which are a range of fp32 memory and the components in it.
 
-    A call that is interrupted, as by Ctrl-C, leaves the block half written: zero() it, or replace all its gradients.
+    A call that is interrupted, as by Ctrl-C, leaves the block half written. Then call `zero()`, or replace all its
+    gradients.
 
     Args:
         block: The block, from `layout.blocks`.
         kernels: The device's kernels; NumPy on the CPU by default.
-        arena: The layout's arena, of which the block is a part; by default zeroed memory of the block's own.
+        arena: The layout's arena, which contains the block. By default the block gets separate zeroed memory.
         slots: The positions of the block's components among the arena's targets, in order; by default all.
-        writing: Makes the context in which the block is written to, or raises; by default it only orders the work.
+        writing: Function that returns the context for writes to the block, or raises. By default the context only
+            orders the work.
 
     Example:
         >>> from gradengine import GradientLayout
@@ -38,7 +40,7 @@ class BlockGradientSet:
         (16, 8, 8, 16, 32, 32, 32, 4, 4)
     """
 
-    __reduce_ex__ = not_copied("make another of the block, and give it flatten() by from_flat()")
+    __reduce_ex__ = not_copied("make a new one for the block, and pass flatten() to its from_flat()")
 
     def __init__(
         self,
@@ -64,9 +66,9 @@ class BlockGradientSet:
 
     @property
     def components(self) -> Mapping[str, Any]:
-        """Component name without the block's ("w_q") -> its gradient, a view in its shape.
+        """Component name without the block's ("w_q") -> view of its gradient in its shape.
 
-        On a GPU the views, and that of `flatten`, may be read on the streams that are current at this call.
+        On a GPU the views, and that of `flatten`, can be read on the streams that are current at this call.
         """
         self._arena.follow()
         slots, prefix = self._block.slots, f"{self._block.name}."
@@ -78,28 +80,28 @@ class BlockGradientSet:
 
     @property
     def component_sizes(self) -> tuple[int, ...]:
-        """Elements of each component, in order."""
+        """The number of elements of each component, in order."""
         return tuple(slot.size for slot in self._block.slots)
 
     def flatten(self) -> Any:
-        """The whole block as one flat view: no copy.
+        """Return the whole block as one flat view, without a copy.
 
-        After a component whose size is not a multiple of 32 it holds padding, which is zero.
+        A component whose size is not a multiple of 32 is followed by padding, which is zero.
         """
         self._arena.follow()
         return self._kernels.device.array(self._memory, (self._memory.size,))
 
     def from_flat(self, flat: object) -> None:
-        """Replace the block's gradients by those of a flat array like that of `flatten`; padding is not copied.
+        """Replace the block's gradients by those of a flat array like that of `flatten`. Padding is not copied.
 
         Raises:
-            LayoutMismatch: Another length.
-            BufferRefused: Not contiguous fp32, fp16 or bf16 on this device.
+            LayoutMismatch: The array has the wrong length.
+            BufferRefused: The array is not contiguous fp32, fp16 or bf16 on this device.
         """
         view = self._kernels.device.view(flat, self._block.name)
         if view.size != self._memory.size:
             raise LayoutMismatch(
-                f"flat gradient of {self._block.called} has another length",
+                f"flat gradient of {self._block.called} has the wrong length",
                 got=f"{view.size} elements",
                 expected=f"{self._memory.size} elements (padding between components included)",
             )
@@ -108,25 +110,26 @@ class BlockGradientSet:
         self._write(sources, overwrite=True)
 
     def accumulate(self, gradients: Gradients) -> None:
-        """Add gradients to the block: a sequence in order, or a mapping by component name; None adds nothing.
+        """Add gradients, a sequence in order or a mapping by component name, to the block. None adds nothing.
 
         Raises:
-            LayoutMismatch: A component is missing, unknown or misshapen.
-            BufferRefused: A gradient's dtype, device, strides or memory is not supported, or it overlaps the block's
-                own memory and is not the same component there.
+            LayoutMismatch: A component is missing, unknown or has the wrong shape.
+            BufferRefused: A gradient's dtype, device, strides or memory is not supported, or it overlaps the block and
+                is not the component itself.
         """
         slots = self._block.slots
         sources = in_slot_order(slots, gradients, self._block.called, f"{self._block.name}.")
         self._write(matched_views(slots, sources, self._kernels.device.views), overwrite=False)
 
     def scale(self, divisor: float) -> None:
-        """Divide by `divisor`: one multiplication by fp32(1 / divisor).
+        """Divide by `divisor` in one multiplication by fp32(1 / divisor).
 
         Raises:
-            CallerError: 1 / divisor is not a normal fp32 number: the divisor is 0, not finite, or too near either.
+            CallerError: 1 / divisor is not a normal fp32 number, because the divisor is not finite, or is too small or
+                too large.
         """
         number = as_float(divisor)
-        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # written so that NaN is refused
+        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # also refuses NaN
             raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
         with self._writing():
@@ -138,7 +141,7 @@ class BlockGradientSet:
             self._kernels.fill_zero([self._memory])
 
     def has_non_finite(self) -> bool:
-        """Whether any component holds NaN or Inf."""
+        """Return whether any component holds NaN or Inf."""
         with self._arena.in_order():
             return any(self._kernels.first_non_finite(target) is not None for target in self._targets)
 
@@ -146,9 +149,9 @@ class BlockGradientSet:
         for slot, source, target in zip(self._block.slots, sources, self._targets, strict=True):
             if source and source.pointer != target.pointer and source.overlaps(self._memory):
                 raise BufferRefused(
-                    f"the gradient for component '{slot.name}' is in another place of this block's own memory",
+                    f"the gradient for component '{slot.name}' overlaps the memory of this block",
                     got=f"address {source.pointer:#x}",
-                    expected="memory of the caller's",
+                    expected="memory outside the block",
                     do="pass a copy",
                 )
         contribution = Contribution.of(self._slots, sources)

@@ -1,4 +1,4 @@
-"""A step's destinations: a caller's own arrays, checked, and cached for the next step."""
+"""The destinations of a step, which are a caller's arrays. They are checked once and cached for later steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradengine.errors import LayoutMismatch
 from gradengine.kernels import Destinations, Device
 from gradengine.layout import Slot
 
-_REMEMBERED = 4  # sets of arrays: a loop has one, or two in turn
+_REMEMBERED = 4  # sets of arrays; a loop has one, or two in turn
 
 
 @final
@@ -25,7 +25,7 @@ class KnownDestinations:
         self._known: KnownArrays[Destinations] = KnownArrays(_REMEMBERED)
 
     def of(self, sources: Sequence[Any]) -> Destinations:
-        """Return the destinations of arrays in slot order, checked before anything is written to any."""
+        """Return the destinations of arrays in slot order. All are checked before any is written to."""
         facts = facts_of(sources, self._device.array_type, written=True)
         found = self._known.of(
             facts,
@@ -39,7 +39,7 @@ class KnownDestinations:
 def destinations_of(
     slots: Sequence[Slot], device: Device, arena: Buffer, sources: Sequence[Any], where: str = "out"
 ) -> Destinations:
-    """Where each component is handed back to, by position, checked before anything is written there."""
+    """Return each component's destination by position. All are checked before any is written to."""
     return _checked(slots, matched_views(slots, sources, device.writable_views), arena, where)
 
 
@@ -52,7 +52,7 @@ def _checked(slots: Sequence[Slot], views: Sequence[Buffer | None], arena: Buffe
 
 
 def handed_back(slots: Sequence[Slot], sources: Sequence[Any]) -> Mapping[str, Any]:
-    """Name -> the caller's own destination that was written; its framework is told of the change."""
+    """Return name -> the caller's array that was written, after notifying its framework of the change."""
     written = {slot.name: array for slot, array in zip(slots, sources, strict=True) if array is not None}
     note_written(written.values())
     return written

@@ -1,6 +1,6 @@
-"""Groups of components that are added in one pass, though backward makes their gradients one by one.
+"""Groups of components that are added in one pass, although backward makes their gradients one by one.
 
-A group is a block. Blocks and other components that are small are joined to those before them, so that a model of many
+A group is a block. Small blocks and other small components are joined to those before them, so that a model of many
 small tensors takes few passes.
 """
 
@@ -11,12 +11,12 @@ from typing import final
 
 from gradengine.layout import GradientLayout, Span
 
-JOINED = 1 << 20  # elements, up to which spans are joined: 4 MiB of fp32
+JOINED = 1 << 20  # most elements of joined spans (4 MiB of fp32)
 
 
 @final
 class Group:
-    """Components that are added in one pass: those of one span, or of several small ones in a row."""
+    """Components of one span, or of several small spans in a row, that are added in one pass."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         slots = sorted([slot for span in spans for slot in span.slots], key=lambda slot: slot.position)
@@ -29,9 +29,10 @@ class Groups:
     """All groups of a layout.
 
     Attributes:
-        all: Each group, in the order in which backward completes them.
-        places: Component name -> its group, its position in the group, and its elements.
-        most: Elements that may be noted before they are added: those of the largest group of several components.
+        all: All groups, in the order in which backward completes them.
+        places: Component name -> its group, its position in the group, and its number of elements.
+        most: Number of elements that can be noted before they are added, which the largest group of several components
+            determines.
     """
 
     def __init__(self, layout: GradientLayout) -> None:
@@ -43,13 +44,13 @@ class Groups:
 
 @final
 class Noted:
-    """Gradients of one micro-batch that were noted, in the order that backward made them, and are not added yet."""
+    """The noted gradients of one micro-batch, which are not added yet, in the order in which backward made them."""
 
     __slots__ = ("_elements", "_gradients", "_missing", "_most", "_places")
 
     def __init__(self, groups: Groups) -> None:
         self._places, self._most = groups.places, groups.most
-        self._missing: dict[Group, int] = {}  # components of a group that have no gradient yet
+        self._missing: dict[Group, int] = {}  # group -> number of its components without a gradient
         self._clear()
 
     def _clear(self) -> None:
@@ -57,7 +58,7 @@ class Noted:
         self._elements = 0
 
     def note(self, name: str, gradient: object) -> bool:
-        """Note a gradient; returns whether to add what is noted. `KeyError` for an unknown component."""
+        """Note a gradient and return whether to add all noted ones. Raise `KeyError` for an unknown component."""
         group, column, size = self._places[name]
         self._gradients.append((group, column, gradient))
         self._elements += size
@@ -65,15 +66,15 @@ class Noted:
         return missing <= 0 or self._elements > self._most
 
     def complete(self, name: str) -> bool:
-        """Count a component that needs no gradient; returns whether to add what is noted."""
+        """Count a component that needs no gradient. Return whether to add all noted gradients."""
         group, *_ = self._places[name]
         self._missing[group] = missing = self._missing.get(group, group.count) - 1
         return missing <= 0 and bool(self._gradients)
 
     def taken(self) -> Iterator[tuple[Group, list[object]]]:
-        """Take what was noted: groups with their gradients in order, None for components without one.
+        """Remove and yield the noted gradients as groups with gradients in order, and None for missing gradients.
 
-        A component that was noted twice is in two of them, so that its gradients add up in order.
+        A component that was noted twice is in two of these groups, so that its gradients are summed in order.
         """
         gradients = self._gradients
         self._clear()
@@ -90,7 +91,7 @@ class Noted:
 
 
 def _joined(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans in runs: each alone, or several of `JOINED` elements at most."""
+    """Return the spans in runs of one span, or of several with at most `JOINED` elements."""
     runs: list[list[Span]] = []
     size = JOINED
     for span in spans:

@@ -1,4 +1,4 @@
-"""Intake of one accumulator's gradients, which are checked one by one only where their facts are new."""
+"""Checks of one accumulator's gradients, which gradients of an unchanged form skip."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class _Known(NamedTuple):
 
     facts: Facts
     contribution: Contribution  # keeps no array alive
-    most_bytes: int  # of one of them, at most
+    most_bytes: int  # size of the largest gradient
 
 
 @final
 class Intake:
-    """Makes contributions of one accumulator's gradients; refuses gradients in its own `arena`."""
+    """A factory of contributions from one accumulator's gradients, which refuses gradients in the arena."""
 
     def __init__(self, device: Device, arena: Buffer) -> None:
         self._device, self._arena, self._stop = device, arena, arena.pointer + arena.nbytes
-        self._known: dict[Span, _Known] = {}  # the last ones that were checked
+        self._known: dict[Span, _Known] = {}  # last checked gradients of each span
 
     def contribution(self, span: Span, sources: Sequence[Any]) -> Contribution:
-        """Return the gradients of one micro-batch for these slots; our stream waits for the work that makes them."""
+        """Return the gradients of one micro-batch for these slots. The engine's stream waits for their producers."""
         facts = facts_of(sources, self._device.array_type, self._arena.owner)
         known = self._known.get(span)
         if facts is None or known is None or known.facts.form != facts.form:
             return self._checked(span, sources, facts)
-        if not facts.pointers:  # of NumPy arrays, which are used themselves
+        if not facts.pointers:  # NumPy arrays are used directly.
             return Contribution.of_fp32(span, [s if s.ndim == 1 else s.ravel() for s in sources])
         is_same, found = facts.pointers == known.facts.pointers, known.contribution
         if not is_same and not self._may_lie_there(facts.pointers, known):
@@ -52,7 +52,7 @@ class Intake:
         return found.passed(sources)
 
     def _may_lie_there(self, pointers: list[int], known: _Known) -> bool:
-        """Whether gradients of a known form can be at these addresses; False also if they may be in the arena."""
+        """Return whether gradients of a known form can be at these addresses. False if they may be in the arena."""
         addresses, first = np.array(pointers, np.uint64), max(0, self._arena.pointer - known.most_bytes)
         is_apart = ((addresses <= first) | (addresses >= self._stop)).all()
         return bool(is_apart and addresses.all() and not (addresses % 4).any())
@@ -67,7 +67,7 @@ class Intake:
         return found.passed(sources)
 
     def check(self, slot: Slot, source: Any) -> None:
-        """Raise `LayoutMismatch` or `BufferRefused` for a gradient that `contribution` would refuse."""
+        """Raise the `LayoutMismatch` or `BufferRefused` that `contribution` would raise for this gradient."""
         self._views((slot,), (source,))
 
     def _views(self, slots: Sequence[Slot], sources: Sequence[object]) -> list[Buffer | None]:
@@ -77,12 +77,12 @@ class Intake:
                 raise BufferRefused(
                     f"the gradient for component '{slot.name}' is in this accumulator's own arena",
                     got=f"address {view.pointer:#x}",
-                    expected="memory of its own",
+                    expected="separate memory",
                     do="pass a copy (torch: zero_grad(set_to_none=True) before backward)",
                 )
         return views
 
 
 def _is_plain(view: Buffer | None) -> bool:
-    """Whether a tensor need not be asked again whether it is a parameter: autograd does not track it."""
+    """Return whether autograd does not track a tensor, so that it is no parameter in later calls either."""
     return view is None or view.writable

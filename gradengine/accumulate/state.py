@@ -1,17 +1,17 @@
-"""The state of a step, and the calls allowed in it: one table, which all objects that take part in a step ask.
+"""The state of a step, and the table of calls that each state allows, which all objects of a step use.
 
-The accumulator, the engine, its reducer and its captures share one `StepState`, and none of them remembers the step's
-state in any other way. The table holds states only: data that belongs to a state (the stats that all workers agreed on,
-the spans that were sent, the graph that is recorded) is kept by its owner, and so are checks that need data: whether a
-window has room (engine), whether a span was sent (reducer). A trainer's batch and a group's connection have small
-tables of their own.
+The accumulator, the engine, its reducer and its captures share one `StepState`. None of them stores the step's state in
+any other way. The table holds states only. The owner of a state's data (the stats that all workers agreed on, the spans
+that were sent, the graph that is recorded) keeps that data. Checks that need data are also the owner's, such as whether
+a window is full (engine) and whether a span was sent (reducer). A trainer's batch and a group's connection have
+separate small tables.
 
-    EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --handed back--> EMPTY, the next step
+    EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --end of step--> EMPTY, the next step
 
 A micro-batch that is added component by component is COMING from its first component until it ends.
 
-While memory is written the step is BROKEN, and it stays BROKEN after a call that was interrupted, as by Ctrl-C: nothing
-is resumed in the middle, and only `discard()` leads out of this state.
+While memory is written the step is BROKEN, and it stays BROKEN after a call that was interrupted, as by Ctrl-C. No call
+is resumed in the middle, and only `discard()` leaves this state.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class State(Enum):
     """The states of a step."""
 
     EMPTY = "nothing was added"
-    NOTHING = "add(None) said that this worker has no micro-batch"
+    NOTHING = "add(None) was called: this worker has no micro-batch"
     OPEN = "micro-batches were added"
     COMING = "a micro-batch is being added component by component"
     SENDING = "some of the window was sent to other workers"
     FAILED = "the exchange failed; the window is kept"
-    AGREED = "all workers know the same sums, and nothing has been handed back"
+    AGREED = "all workers have the same sums, and no gradient was written"
     BROKEN = "a call is writing, or was interrupted"
-    CAPTURING = "a graph is recorded that holds nothing yet"
+    CAPTURING = "a graph is being recorded and is still empty"
     RECORDED = "micro-batches are in the graph"
     CAPTURED = "the graph holds its step"
 
-    __hash__ = object.__hash__  # Enum's own is Python code, at each look into the table
+    __hash__ = object.__hash__  # faster than Enum's, which is Python code
 
 
 @final
@@ -78,14 +78,14 @@ class Event(Enum):
 
     SEND = "a span is sent to other workers"
     FAIL = "an exchange failed"
-    AGREE = "all workers know the same sums"
+    AGREE = "all workers have the same sums"
 
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a call that the state does not allow, with names in braces for the facts to fill in."""
+    """The error of a call that the state does not allow, with names in braces that the facts replace."""
 
     what: str
     got: str | None = None
@@ -93,13 +93,13 @@ class Refusal:
     do: str | None = None
 
     def error(self, facts: Facts) -> WindowError:
-        """The error, with the facts filled in."""
+        """Return the error with the facts filled in."""
         known = {**_UNKNOWN, **facts}
         filled = [None if text is None else text.format_map(known) for text in (self.got, self.expected, self.do)]
         return WindowError(self.what.format_map(known), got=filled[0], expected=filled[1], do=filled[2])
 
 
-#: The facts that an accumulator without an engine does not know.
+#: The default facts, for an accumulator without an engine.
 _UNKNOWN = {
     "step": "a step",
     "count": "some",
@@ -120,18 +120,18 @@ _kept = Refusal(
     do="run step() again{after_loss}, or discard() it",
 )
 _broken = Refusal(
-    "{step} is broken: a call was interrupted, or another thread is in one",
+    "{step} is broken: a call was interrupted, or is running in another thread",
     do="drop its window by {way_out}, and add its micro-batches again",
 )
 _part = Refusal(
     "{step} holds a part of a micro-batch",
-    "one that has begun and not ended",
+    "one that has begun but not ended",
     do="leave its `with`, or let its backward end; if that failed, drop the window by {way_out}",
 )
-_ended = Refusal("no micro-batch is being added component by component", do="begin one by engine.micro_batch()")
+_ended = Refusal("no micro-batch is being added component by component", do="begin one with engine.micro_batch()")
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
 _away = Refusal(
-    "{step} cannot be saved: some of it was sent to the other workers",
+    "{step} cannot be saved, because a part of it was sent to the other workers",
     do="save the window before its last micro-batch, or after step()",
 )
 _drop = Refusal("the workers are summing this window", "zero_all()", do="call the engine's discard(), on every rank")
@@ -139,19 +139,19 @@ _fixed = Refusal("the {setting} of an open window cannot be changed", "{change}"
 _graph = Refusal("a window is being captured", do="leave its `with` first; after an interrupt call discard()")
 _one = Refusal(
     "a capture holds one window",
-    "another add() or step()",
-    "one step(), last",
+    "a further add() or step()",
+    "one step() at the end",
     "leave its `with`; after an interrupt call discard()",
 )
 _attached = Refusal(
-    "engine.step() would leave every .grad None: the engine is attached to a module",
+    "engine.step() would leave every .grad None, because the engine is attached to a module",
     do="call attached.step(); or pass out= or deferred=True, and set each .grad yourself",
 )
 _gone = Refusal(
     "{step} without a micro-batch: the hooks of attach() are gone",
     do="keep what attach() returns, or add() gradients first",
 )
-_zero = Refusal("a captured window has micro-batches that count", "add(None, weight=0)")
+_zero = Refusal("a captured window takes only micro-batches with a weight", "add(None, weight=0)")
 _whole = Refusal("a captured window takes whole micro-batches", "one added component by component", "add()")
 
 Cell: TypeAlias = State | Refusal | None
@@ -160,8 +160,8 @@ _: Final = None  # the event cannot happen in this state
 
 # fmt: off
 EMPTY, NOTHING, OPEN, COMING, SENDING, FAILED, AGREED, BROKEN, CAPTURING, RECORDED, CAPTURED = State
-#: The state that a call leads to when it is over, or its refusal. For STEP it says only whether it may begin: its
-#: changes of state are events. A part may be added while others were sent; which were, the reducer knows.
+#: The state that a call leads to, or its refusal. The entry for STEP is only whether it can begin, since events change
+#: the state in a step. A part can be added after others were sent. The reducer checks which were.
 _CALLS: Mapping[State, tuple[Cell, ...]] = {
     #           ADD       ADD_PART  NOTHING  VIEW     STEP     SET      CAPTURE    REPLAY   ZERO_ALL   RECONNECT
     EMPTY:     (OPEN,     OPEN,     NOTHING, SAME,    _none,   SAME,    CAPTURING, SAME,    SAME,      SAME),
@@ -176,7 +176,7 @@ _CALLS: Mapping[State, tuple[Cell, ...]] = {
     RECORDED:  (SAME,     SAME,     _zero,   SAME,    SAME,    _fixed,  _graph,    _graph,  CAPTURING, SAME),
     CAPTURED:  (_one,     _one,     _one,    _one,    _one,    _one,    _graph,    _graph,  SAME,      SAME),
 }
-#: The same for calls that add a micro-batch component by component, and those that save and load a window.
+#: The same table for calls that add a micro-batch component by component, and calls that save and load a window.
 _MORE_CALLS: Mapping[State, tuple[Cell, ...]] = {
     #           BEGIN    COMPONENT  SAVE      LOAD
     EMPTY:     (COMING,  _ended,    SAME,     SAME),
@@ -208,7 +208,7 @@ _EVENTS: Mapping[State, tuple[Cell, ...]] = {
 }
 # fmt: on
 
-#: For each state: the state that a call or an event leads to, or a refusal.
+#: State -> call or event -> the state that it leads to, or its refusal.
 TABLE: Mapping[State, Mapping[Call | Event, State | Refusal]] = {
     state: {
         **{call: answer or state for call, answer in zip(Call, answers + _MORE_CALLS[state], strict=False)},
@@ -223,13 +223,13 @@ class StepState:
     """The state of one accumulator's step, shared by all objects that work on it.
 
     Args:
-        device: Where its memory is; nothing is allowed once that has failed.
+        device: The device of its memory. No call is allowed after the device has failed.
 
     Attributes:
         now: The state.
-        has_engine: Whether there is an engine, whose `discard`, not `zero_all`, drops a broken window.
-        hooks: The last hooks that were made to add its gradients: alive until they are removed.
-        changes: How often the step's memory was written to.
+        has_engine: Whether there is an engine, whose `discard` drops a broken window instead of `zero_all`.
+        hooks: The last hooks that were made to add its gradients; alive until they are removed.
+        changes: The number of writes to the step's memory.
     """
 
     __slots__ = ("_device", "changes", "has_engine", "hooks", "now")
@@ -239,11 +239,11 @@ class StepState:
         self.hooks: weakref.finalize[Any, Any] | None = None
 
     def ask(self, happening: Call | Event, facts: Callable[[], Facts] | None = None) -> State:
-        """The state that a call or an event leads to.
+        """Return the state that a call or an event leads to.
 
         Raises:
-            WindowError: It is not allowed; says why, with these facts.
-            DeviceFailed: The device is known to have failed.
+            WindowError: The state does not allow it. The message contains these facts.
+            DeviceFailed: The device has failed.
         """
         if FAILURES:
             self._device.refuse_failed()
@@ -256,28 +256,28 @@ class StepState:
         return answer
 
     def write(self) -> None:
-        """Note that the step's memory is written from now on: until the caller sets another state it is BROKEN."""
+        """Note that the step's memory is written from now on. It is BROKEN until the caller sets a state."""
         self.changes += 1
         self.now = State.BROKEN
 
     def refuse_bare_step(self, facts: Callable[[], Facts]) -> None:
-        """Raise `WindowError` for a step whose gradients nobody would take, or that lacks its hooks' gradients."""
+        """Raise `WindowError` for a step whose gradients no module would get, or which lacks its hooks' gradients."""
         if self.hooks is not None and self.hooks.alive:
             raise _attached.error(facts())
         if self.now is State.EMPTY:
             raise _gone.error(facts())
 
     def enter(self, happening: Call | Event) -> None:
-        """Go to the state that a call or an event leads to; raises `WindowError` as `ask`."""
+        """Change to the state that a call or an event leads to. Raise `WindowError` as `ask` does."""
         answer = TABLE[self.now][happening]
         self.now = answer if isinstance(answer, State) else self.ask(happening)
 
 
 @final
 class Changing(AbstractContextManager[None]):
-    """A context in which the step is BROKEN; afterwards it is in the state that the call leads to.
+    """A context in which the step is BROKEN. Afterwards it is in the state that the call leads to.
 
-    Not a generator: after an interrupt a generator would end with its traceback, in a later window.
+    It is no generator, because an interrupted generator would end with its traceback, in a later window.
 
     Args:
         state: The step's state.
