@@ -62,7 +62,8 @@ def link_sources(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def link_included(app: Sphinx, included: Path, docname: str, source: list[str]) -> None:
     """Make the links of README.md, CONTRIBUTING.md and CHANGELOG.md relative to the page that includes them."""
-    source[0] = linked(source[0], ROOT / included.name, ROOT / "docs" / docname)
+    # MyST passes the last part of the page's name alone.
+    source[0] = linked(source[0], ROOT / included.name, ROOT / "docs" / app.env.docname)
 
 
 def linked(text: str, file: Path, page: Path) -> str:
