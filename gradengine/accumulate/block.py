@@ -129,7 +129,7 @@ class BlockGradientSet:
                 too large.
         """
         number = as_float(divisor)
-        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # also refuses NaN
+        if not SMALLEST_FACTOR <= abs(number) <= 1 / SMALLEST_FACTOR:  # NaN is refused too.
             raise out_of_range("a divisor", divisor, "a finite number in +-(2**-126..2**126)")
         factor = np.float32(1 / number)
         with self._writing():

@@ -1,10 +1,9 @@
 """The state of a step, and the table of calls that each state allows, which all objects of a step use.
 
 The accumulator, the engine, its reducer and its captures share one `StepState`. None of them stores the step's state in
-any other way. The table holds states only. The owner of a state's data (the stats that all workers agreed on, the spans
-that were sent, the graph that is recorded) keeps that data. Checks that need data are also the owner's, such as whether
-a window is full (engine) and whether a span was sent (reducer). A trainer's batch and a group's connection have
-separate small tables.
+any other way. The table holds states only. The data of a state (agreed stats, spans that were sent, the recorded graph)
+stays with its owner. The owner also makes the checks that need data, such as whether a window is full (engine) or a
+span was sent (reducer). A trainer's batch and a group's connection have separate small tables.
 
     EMPTY --add--> OPEN --SEND--> SENDING --AGREE--> AGREED --end of step--> EMPTY, the next step
 

@@ -85,7 +85,7 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         self.ask(Call.REPLAY)
         self._late.raise_pending()
         with self._accumulator.arena.in_order():
-            device.wait_for(self._producers)  # also refuses a stream that records a graph
+            device.wait_for(self._producers)  # refuses a stream that records a graph
             # From here on only the device has the information whether the graph ran.
             self._state.now = State.BROKEN
             self._late.count_from(step)

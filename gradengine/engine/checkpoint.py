@@ -117,7 +117,7 @@ def loaded_state(
     tracker = whole_number("loss_scale_tracker", found["loss_scale_tracker"].item(), 0, (1 << 31) - 1)
     norms = Norms(*(found[name].item() for name in _NORMS))
     for name, number in zip(_NORMS, norms, strict=True):
-        if not 0 <= number <= _NORMS[name]:  # also refuses NaN
+        if not 0 <= number <= _NORMS[name]:  # NaN is refused too.
             raise out_of_range(name, number, f"0..{_NORMS[name]:g}")
     scale = found["loss_scale"].item(), tracker
     return Content(step, worker, scale, found["max_norms"].tolist(), norms, _window(found, layout, micro_batches))

@@ -63,8 +63,8 @@ class GradientEngine:
         hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
         groups: Components that share a norm: None (all), "block", "component", {name: group} or a function of a slot.
         average: "weighted" is the mean over all micro-batches by weight. "per_worker" is the mean of the workers'
-            means. "prescaled" is the workers' mean of weighted sums, as in torch's DistributedDataParallel, for a loss
-            that is scaled before backward, as HF Trainer, Accelerate and Lightning do.
+            means. "prescaled" is the workers' mean of weighted sums, as in torch's DistributedDataParallel. Use it if
+            the loss is scaled before backward, as HF Trainer, Accelerate and Lightning do.
         loss_scale: Factor of the loss, which is divided out. With a torch GradScaler pass `scaler.get_scale()`, or norm
             and `max_norm` are those of the scaled gradient. Steps change a `DynamicLossScale` by GradScaler's rule.
         on_spike: Policy for a step whose global norm is far above those of earlier steps. None does nothing.
@@ -136,7 +136,7 @@ class GradientEngine:
         self._late = DeferredErrors.of(self.accumulator, plan, raises=on_non_finite == "raise")  # None on the CPU
         self._scaling = LossScaling(loss_scale, self.accumulator)
         self._deciding = Deciding(self._reducer, self._clipping, self._scaling, on_non_finite, on_spike, average)
-        self._captures: list[CapturedWindow] = []  # at most one, while it records
+        self._captures: list[CapturedWindow] = []  # none or one, while it records
         self._observers: Observers = {}
         self._kernels.prepare(self.accumulator.arena, (), plan)
         if settings.measures_noise(layout, on_non_finite, measure_noise=measure_noise):
@@ -210,7 +210,7 @@ class GradientEngine:
     def latest_verdict(self) -> StepStatus | None:
         """The newest verdict (norm, scale, whether the step was skipped) that a GPU has reported, without a wait.
 
-        None before the first report has arrived, and always on the CPU, where a step's result contains the verdict.
+        None before the first report has arrived. It is always None on the CPU, and the step's result has the verdict.
         """
         self._kernels.device.refuse_failed(asks=True)
         return None if self._late is None else self._late.latest()
@@ -345,8 +345,8 @@ class GradientEngine:
             The result. A later `add` overwrites its gradients.
 
         Raises:
-            WindowError: Nothing was added, micro-batches or components are missing, the total weight times the loss
-                scale is outside 2**-126..2**126, the step is broken, or the engine is attached.
+            WindowError: Nothing was added, micro-batches or components are missing, the step is broken, or the engine
+                is attached. Or the total weight times the loss scale is outside 2**-126..2**126.
             BufferRefused, LayoutMismatch: A destination cannot be written. Nothing was done.
             NonFiniteGradient: NaN or Inf with on_non_finite="raise". The window is kept. On a GPU the error is that of
                 an earlier step, whose gradients became zeros.

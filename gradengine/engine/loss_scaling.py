@@ -87,7 +87,7 @@ class LossScaling:
 def checked_loss_scale(value: float) -> float:
     """Return the loss scale as a float. Raise `CallerError` unless it is a number in 2**-126..2**126."""
     scale = as_float(value)
-    if not 2.0**-126 <= scale <= 2.0**126:  # also refuses NaN
+    if not 2.0**-126 <= scale <= 2.0**126:  # NaN is refused too.
         do = "pass scaler.get_scale() or a DynamicLossScale" if math.isnan(scale) else None
         raise out_of_range("loss_scale", value, "2**-126..2**126", do=do)
     return scale

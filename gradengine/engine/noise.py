@@ -2,8 +2,8 @@
 
 The formula is that of McCandlish and others, 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
 section 2.2 and appendix A.1. The mean gradient g of a batch of size B has E|g|² = |G|² + S / B. G is the true gradient,
-and S the trace of the covariance of the gradients of one unit of weight, such as a micro-batch or a token. Batches of
-two sizes give two equations for S and |G|². The noise scale is S / |G|².
+and S the trace of the covariance of the gradients of one unit of weight. A unit is a micro-batch or a token, for
+example. Batches of two sizes give two equations for S and |G|². The noise scale is S / |G|².
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class StepResult:
     deferred: bool
     _stats: StepStats
     _decision: Decision
-    _non_finite: NonFiniteGradient | None  # None if only the device knows
+    _non_finite: NonFiniteGradient | None  # None if only the device has it
     _sums: Sums | None  # None without other workers
     _loss_scale: Any  # None unless it is dynamic
     _arrays: Mapping[str, Any]
@@ -164,11 +164,11 @@ class StepResult:
         Returns:
             "grad_norm" and "clip_scale" are `norm` and `scale`. "clipped" and "skipped" are 1.0 or 0.0. "weight",
             "micro_batches" and "dropped" are totals of all workers. "exchange_seconds" is the time from the first span
-            sent to the last sum received, and "exchange_hidden_seconds" the part of it in which `step` did not wait.
+            sent to the last sum received. "exchange_hidden_seconds" is the part of it in which `step` did not wait.
             Both are 0.0 without an exchange. A dynamic loss scale adds the step's "loss_scale". Several groups add
             "group_norm/<name>" for each. `on_spike` adds "spiked" (1.0 or 0.0) and "spike_bound". `measure_noise` adds
             "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the known ways of "ranks" and "micro_batches" (see
-            docs/how-to/metrics.md). "micro_batches" is left out after the next `add`, which overwrites its sums.
+            docs/how-to/metrics.md). The way "micro_batches" is left out after the next `add`, which overwrites its data.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout
