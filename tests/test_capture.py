@@ -369,7 +369,7 @@ MISUSE = {
     "nothing": (lambda e, a, x: None, WindowError, "no step was made"),
     "an empty step": (lambda e, a, x: e.step(), WindowError, "without a micro-batch"),
     "a dropped one": (lambda e, a, x: (e.add(a), e.discard(), e.step()), WindowError, "without a micro-batch"),
-    "nothing counted": (lambda e, a, x: e.add(None, weight=0), WindowError, "that count"),
+    "nothing counted": (lambda e, a, x: e.add(None, weight=0), WindowError, "micro-batches with a weight"),
     "components": (lambda e, a, x: e.micro_batch(), WindowError, "takes whole micro-batches"),
     "another add": (lambda e, a, x: (e.add(a), e.step(), e.add(a)), WindowError, "holds one window"),
     "a block": (lambda e, a, x: (e.add(a), e.step(), e.add_block(0, a[:1])), WindowError, "holds one window"),
