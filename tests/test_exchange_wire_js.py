@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
     pytest.mark.skipif(not (MODULES / "@node-rs").exists(), reason="@node-rs/xxhash is not installed"),
 ]
-PAGE = re.findall(r"^```hex\n(.*?)^```$", (ROOT / "docs" / "wire.md").read_text(), re.DOTALL | re.MULTILINE)
+PAGE = re.findall(r"^```text\n(.*?)^```$", (ROOT / "docs/specs/wire.md").read_text(), re.DOTALL | re.MULTILINE)
 MESSAGE, TRANSFER = map(bytes.fromhex, PAGE)
 FACTS = np.array([1.0, 2.0])
 
