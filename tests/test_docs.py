@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import importlib.util
 import io
+import json
 import re
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from gradengine.exchange.wire import checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
+NOTEBOOKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.ipynb"))]
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
 COLUMNS = 88  # of code: a site cuts longer lines off
 STILL_WIDE = {  # pages whose code is not yet so narrow
@@ -53,11 +55,24 @@ def runs_of(page):
     return runs
 
 
+def cells_of(notebook, kind):
+    """The notebook's cells of this kind: the source, and for code the stored output of its print calls."""
+    cells = [cell for cell in json.loads((ROOT / notebook).read_text())["cells"] if cell["cell_type"] == kind]
+    stored = [[line for output in cell.get("outputs", ()) for line in output["text"]] for cell in cells]
+    return [("".join(cell["source"]), "".join(lines)) for cell, lines in zip(cells, stored, strict=True)]
+
+
 def needed_by(run):
     """Return the optional packages that the blocks import; `gradengine.torch` needs torch too."""
     code = "\n".join(code for code, _ in run)
     names = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", code, re.MULTILINE)
     return sorted({name.removeprefix("gradengine.").partition(".")[0] for name in names} & set(OPTIONAL))
+
+
+def skip_without_packages(run, page):
+    for name in needed_by(run):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip("CuPy is not installed" if name == "cupy" else f"{page} needs {name}, which is not installed")
 
 
 def execute(run, page):
@@ -85,11 +100,27 @@ RUNS = [
 
 @pytest.mark.parametrize(("page", "run"), RUNS)
 def test_python_in_the_pages_runs_as_copied(page, run, tmp_path, monkeypatch):
-    for name in needed_by(run):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip("CuPy is not installed" if name == "cupy" else f"{page} needs {name}, which is not installed")
+    skip_without_packages(run, page)
     monkeypatch.chdir(tmp_path)
     execute(run, page)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_code_in_the_notebooks_prints_what_is_stored(notebook, tmp_path, monkeypatch):
+    run = cells_of(notebook, "code")
+    assert any(stored for _, stored in run)
+    skip_without_packages(run, notebook)
+    monkeypatch.chdir(tmp_path)
+    execute(run, notebook)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_code_and_links_in_the_notebooks_fit_the_site(notebook):
+    lines = [line for code, stored in cells_of(notebook, "code") for line in (code + "\n" + stored).splitlines()]
+    assert [line for line in lines if len(line) > COLUMNS] == []
+    text = CODE.sub("", "".join(source for source, _ in cells_of(notebook, "markdown")))
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    assert [link for link in links if not (ROOT / notebook).parent.joinpath(link).exists()] == []
 
 
 @pytest.mark.parametrize("printed", ["x 4", "x 5"])
