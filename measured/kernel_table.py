@@ -41,6 +41,6 @@ def table(major: int) -> str:
 if __name__ == "__main__":
     majors = [major for major in nvrtc.MAJORS if nvrtc.library(major)]
     if not majors:
-        sys.exit("NVRTC is not installed; get it with: pip install -e '.[compile]'")
+        sys.exit("NVRTC is not installed; run `make kernel-table`")
     for major in majors:
         print(table(major))

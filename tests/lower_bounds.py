@@ -2,11 +2,13 @@
 
 import re
 import sys
+import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
 BOUND = re.compile(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)")
-BESIDE = "--beside="  # a file of constraints for what our own dependencies need in their turn
+GROUP = "--group="  # a dependency group of pyproject.toml
+BESIDE = "--beside="  # a file of constraints for what our dependencies need in their turn
 
 
 def pinned(requirements, extras):
@@ -34,11 +36,22 @@ def others(constraints, bounds):
     return [line for line in constraints if _name(line) not in bound]
 
 
+def members(group):
+    """Return the requirements of a dependency group, with those of the groups that it includes."""
+    listed = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"][group]
+    found = [members(each["include-group"]) if isinstance(each, dict) else [each] for each in listed]
+    return [line for lines in found for line in lines]
+
+
 def _name(constraint):
     return re.sub(r"[-_.]+", "-", constraint.partition("==")[0]).lower()
 
 
 if __name__ == "__main__":
-    files = [argument.removeprefix(BESIDE) for argument in sys.argv[1:] if argument.startswith(BESIDE)]
-    bounds = pinned(requires("gradengine"), [name for name in sys.argv[1:] if not name.startswith(BESIDE)])
+    files, groups = (
+        [argument.removeprefix(sign) for argument in sys.argv[1:] if argument.startswith(sign)]
+        for sign in (BESIDE, GROUP)
+    )
+    extras = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    bounds = pinned([*requires("gradengine"), *(line for name in groups for line in members(name))], extras)
     print(*bounds, *(line for file in files for line in others(Path(file).read_text().split(), bounds)), sep="\n")

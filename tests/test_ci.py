@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,11 @@ def test_another_module_s_numbers_change_no_property():
     """One draw in twenty would be a literal of any file of ours that happens to be loaded."""
     constants = providers._get_local_constants()
     assert not any(constants.set_for_type(kind) for kind in ("integer", "float", "string", "bytes"))
+
+
+def test_workflows_run_targets_that_exist():
+    text = "".join(path.read_text() for path in sorted((ROOT / ".github/workflows").glob("*.yml")))
+    targets = re.findall(r"run: make ([\w-]+)", text)
+    assert {"ci", "test", "docs"} <= {*targets}
+    makefile = (ROOT / "Makefile").read_text()
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []

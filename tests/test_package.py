@@ -74,6 +74,14 @@ def test_the_wheel_has_every_file_of_the_package(built, tracked):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+def test_links_of_the_readme_work_on_an_index(built):
+    archive = zipfile.ZipFile(built.wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    targets = re.findall(r"\]\(([^)]+)\)", archive.read(name).decode())
+    assert len(targets) > 10
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
 def test_the_wheel_at_work_where_nothing_else_is(built, empty, tmp_path):
     printed(empty / "pip", "install", built.wheel, cwd=tmp_path)
     assert installed(empty) == {"gradengine", "msgpack", "numpy", "xxhash"}
