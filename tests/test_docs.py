@@ -144,6 +144,28 @@ def test_code_in_the_pages_fits_the_site(page):
     assert [line for line in lines if len(line) > COLUMNS] == []
 
 
+def test_the_reference_has_every_public_name():
+    """`__all__` is read from the source, since torch and JAX need not be installed."""
+    shown = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    shown += "".join(f"gradengine.{name}\n" for name in documented_by_automodule("errors"))
+    for module in ("gradengine", "gradengine.torch", "gradengine.jax"):
+        source = (ROOT / module.replace(".", "/") / "__init__.py").read_text()
+        names = {*re.findall(r'"(\w+)"', re.search(r"__all__ = \[(.*?)\]", source, re.DOTALL)[1])} - {"__version__"}
+        assert len(names) > 3
+        assert {name for name in names if not re.search(rf"\b{module}\.{name}\b(?!\.)", shown)} == set()
+
+
+def documented_by_automodule(module):
+    return re.findall(r"^class (\w+)", (ROOT / f"gradengine/{module}.py").read_text(), re.MULTILINE)
+
+
+def test_the_reference_has_every_environment_variable():
+    variable = re.compile(r"\bGRADENGINE_[A-Z_]+[A-Z]\b")
+    source = "".join(path.read_text() for path in (ROOT / "gradengine").rglob("*.py"))
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    assert {*variable.findall(source)} == {*variable.findall(page)}
+
+
 def test_destinations_of_a_module_are_always_shown_allocated():
     """Else what a window added up for a parameter that its last micro-batch did not use is dropped."""
     texts = [

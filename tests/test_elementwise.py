@@ -198,7 +198,7 @@ class TestRefused:
         there, here = device.put(np.ones(3, np.float32)), np.ones(3, np.float32)
         with named_cuda(device):
             for to, of in ((there, here), (here, there)):
-                self.assert_refused(device, BufferRefused, "another device|is not an array", to, of, PAIRWISE)
+                self.assert_refused(device, BufferRefused, "wrong device|is not an array", to, of, PAIRWISE)
 
     @pytest.mark.parametrize("number", ["x", None, [1.0]])
     def test_what_is_no_number(self, number):
