@@ -20,7 +20,7 @@ PROGRAMS = {"g++", "openssl"}  # the other names are modules
 
 _PACKAGE = (
     r"(torch|jax|optax|flax|safetensors|accelerate|transformers|peft|lightning|typer|rich|matplotlib|openssl|node|"
-    r"@node-rs/xxhash)"
+    r"@node-rs/xxhash|yaml)"
 )
 NOT_INSTALLED = rf"could not import '{_PACKAGE}\b|(\S+ needs )?{_PACKAGE}(, which)? is not installed$|torch < 2\.10$"
 NO_GPU = r"CuPy is not installed|no GPU|fewer than 1 GPUs"

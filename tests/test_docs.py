@@ -7,12 +7,14 @@ import io
 import json
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 
+from gradengine import DynamicLossScale, GradientEngine, GradientLayout, SpikePolicy, local_group
 from gradengine.exchange.wire import checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
@@ -22,14 +24,12 @@ COLUMNS = 88  # of code: a site cuts longer lines off
 STILL_WIDE = {  # pages whose code is not yet so narrow
     "docs/how-to/bad-micro-batches.md",
     "docs/how-to/clip-bound.md",
-    "docs/how-to/metrics.md",
     "docs/how-to/plan.md",
     "docs/how-to/preemption.md",
     "docs/how-to/replace-clip_grad_norm.md",
     "docs/how-to/save-and-resume.md",
     "docs/how-to/spikes.md",
     "docs/how-to/tls.md",
-    "docs/how-to/zero-grad.md",
     "docs/start/from-ddp.md",
     "CONTRIBUTING.md",
 }
@@ -166,6 +166,32 @@ def test_the_reference_has_every_environment_variable():
     assert {*variable.findall(source)} == {*variable.findall(page)}
 
 
+def test_the_table_of_metrics_has_the_keys_that_a_step_returns():
+    layout = GradientLayout.of({"layers.0.w": (2,), "head": (3,)})
+    gradients = {slot.name: np.arange(1, slot.size + 1, dtype=np.float32) for slot in layout.slots}
+    on, off = (
+        {"loss_scale": DynamicLossScale(1.0), "on_spike": SpikePolicy(), "measure_noise": True, "groups": "component"},
+        {},
+    )
+
+    def keys_of(exchange, options):
+        engine = GradientEngine(
+            layout, exchange=exchange, micro_batches=2, average="per_worker", on_non_finite="skip", **options
+        )
+        for weight in (1.0, 2.0):
+            engine.add(gradients, weight=weight)
+        keys = engine.step().metrics(blocks=bool(options))
+        return {re.sub(r"(noise|signal|noise_scale)/\w+", r"\1/<way>", key) for key in keys}
+
+    with ThreadPoolExecutor(2) as pool:
+        by_rank = [list(pool.map(keys_of, local_group(2), (options, options))) for options in (on, off)]
+    every, always = ({re.sub(r"norm/.+", "norm/<name>", key) for key in one} for one, _ in by_rank)
+    table = (ROOT / "docs/reference/metrics.md").read_text().partition("## ")[0]
+    rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, re.MULTILINE))
+    assert rows.keys() == every
+    assert {key for key, condition in rows.items() if condition == "always"} == always
+
+
 def test_destinations_of_a_module_are_always_shown_allocated():
     """Else what a window added up for a parameter that its last micro-batch did not use is dropped."""
     texts = [
@@ -175,6 +201,13 @@ def test_destinations_of_a_module_are_always_shown_allocated():
     shown = [call for path in texts for call in re.findall(r"out=gradients_of\(([^()]*)\)", path.read_text())]
     assert len(shown) >= 5
     assert [call for call in shown if "allocate=True" not in call] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "yaml")])
+def test_yaml_in_the_pages_can_be_read(page):
+    yaml = pytest.importorskip("yaml")
+    for block in blocks_of(page, "yaml"):
+        assert all(isinstance(document, dict) for document in yaml.safe_load_all(block))
 
 
 @pytest.mark.parametrize("page", PAGES)
