@@ -1,7 +1,9 @@
 """The pages show what the code does: their blocks run as copied, print what is shown, and links lead somewhere."""
 
+import ast
 import contextlib
 import doctest
+import functools
 import importlib.util
 import io
 import json
@@ -12,9 +14,10 @@ from pathlib import Path
 
 import msgpack
 import numpy as np
+import provoked
 import pytest
 
-from gradengine import DynamicLossScale, GradientEngine, GradientLayout, SpikePolicy, local_group
+from gradengine import DynamicLossScale, GradientEngine, GradientLayout, SpikePolicy, errors, local_group
 from gradengine.exchange.wire import checksum, encoded, head
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +167,70 @@ def test_the_reference_has_every_environment_variable():
     source = "".join(path.read_text() for path in (ROOT / "gradengine").rglob("*.py"))
     page = (ROOT / "docs/reference/environment.md").read_text()
     assert {*variable.findall(source)} == {*variable.findall(page)}
+
+
+# The page on errors: the heading above each message, and the program in provoked.py that raises it.
+TROUBLE = "docs/how-to/troubleshooting.md"
+MESSAGE = re.compile(r"^### ([^\n]+)\n\n```text\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
+MESSAGES = dict(MESSAGE.findall((ROOT / TROUBLE).read_text()))
+PROVOKED = {
+    "A gradient is missing": provoked.lacking,
+    "The engine was built from a different module": provoked.other_module,
+    "An array is not contiguous": provoked.not_contiguous,
+    "The window is short": provoked.short,
+    "`zero_grad()` is missing, with hooks": provoked.old_grad,
+    "`zero_grad()` is missing, by hand": provoked.not_cleared,
+    "`zero_grad()` runs too early": provoked.cleared_early,
+    "`optimizer.step()` runs before `attached.step()`": provoked.optimizer_first,
+    "`engine.step()` with hooks": provoked.engine_step,
+    "The hooks are gone": provoked.not_kept,
+    "A gradient is NaN or Inf": provoked.not_finite,
+    "The failed window is still open": provoked.kept,
+    "A bf16 parameter does not take an fp32 gradient": provoked.half_precision,
+    "No launcher": provoked.no_launcher,
+    "A secret is needed": provoked.no_secret,
+    "A rank did not join": provoked.missing_rank,
+    "The ranks have different settings": provoked.other_setting,
+    "The ranks have different weights": provoked.other_weights,
+    "A rank is at a different step": provoked.other_step,
+    "A rank is gone": provoked.gone,
+    "A rank is late": provoked.late,
+    "CuPy is missing": provoked.no_cupy,
+    "A setting differs from the saved one": provoked.other_micro_batches,
+    "The window cannot be saved any more": provoked.sent,
+    "The state of a different rank": provoked.other_rank,
+}
+
+
+def without_numbers(text):
+    return " ".join(re.sub(r"\d+(\.\d+)?", "0", text).split())
+
+
+@pytest.mark.parametrize("heading", PROVOKED)
+def test_a_message_of_the_page_on_errors_is_raised_now(heading):
+    with pytest.raises(errors.GradientError) as raised:
+        PROVOKED[heading]()
+    assert without_numbers(f"{raised.type.__name__}: {raised.value}") == without_numbers(MESSAGES[heading])
+
+
+@functools.cache
+def texts_of_the_package():
+    """All string constants of gradengine, also the parts of f-strings."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "gradengine").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
+
+
+@pytest.mark.parametrize("heading", sorted(MESSAGES.keys() - PROVOKED))
+def test_the_words_of_a_message_that_is_not_provoked_are_the_package_s(heading):
+    message = " ".join(MESSAGES[heading].removeprefix("UserWarning: ").split())
+    name, _, rest = message.partition(": ")
+    if hasattr(errors, name):
+        message = re.sub(r"\bgot [^;]+", "", rest)  # the values are examples
+    pieces = re.split(r"'[^']*'(?!\w)|(?:rank |step )?\d+|[:;()]|\. ", message)
+    words = [piece.strip(" ,") for piece in pieces if len(piece.split()) > 1]
+    assert words
+    assert [piece for piece in words if piece not in texts_of_the_package()] == []
 
 
 def test_the_table_of_metrics_has_the_keys_that_a_step_returns():
