@@ -1,7 +1,7 @@
 """Write the tables of docs/project/benchmarks.md and of the README from recorded results: `python measured/draw.py`.
 
-They stand between marks there. The GPU's table follows the CPU's where there are results of a GPU, and is nothing where
-there are none. The README has a row for each line of `CHOSEN`.
+The tables are between marks. The GPU's table follows the CPU's, if there are results of a GPU. The README has a row for
+each line of `CHOSEN`.
 """
 
 import json
@@ -12,7 +12,7 @@ RESULTS = ROOT / "measured/results"
 BEGIN, END = "<!-- table: measured/draw.py -->", "<!-- end of table -->"
 GPU_BEGIN, GPU_END = "<!-- table of GPUs: measured/draw.py -->", "<!-- end of table of GPUs -->"
 YARDSTICKS = {"copy", "triad"}
-# The rows that the README shows, losses among them: words, recorded result, ours, the other.
+# The rows that the README shows, also if gradengine is slower: words, recorded result, its variant, the other variant.
 CHOSEN = (
     (
         "whole step of 91 million fp32 gradients, 4 micro-batches",
@@ -29,35 +29,43 @@ CHOSEN = (
 
 
 def line(report: dict, row: dict) -> str:
-    """One variant: its time, and how many times ours it takes."""
-    ratios = ", ".join(
-        f"{ratio:.2f}x {base.removeprefix('ours').strip() or 'ours'}"
-        for base, ratio in row["ratios"].items()
-        if not row["variant"].startswith("ours")
-    )
+    """Return the row of one variant, with its time and its ratio to each variant of gradengine."""
+    ratios = ", ".join(ratio_to(*each) for each in row["ratios"].items() if not row["variant"].startswith("ours"))
     parameters = report["parameters"]
     size = size_of(parameters)
     dtype = [name for name in [parameters.get("dtype", "float32")] if name != "float32"]
     benchmark = ", ".join([report["benchmark"], *size, *dtype])
-    return f"| {benchmark} | {row['variant']} | {1e3 * row['median_s']:.1f} | {row['gb_per_s']:.1f} | {ratios} |"
+    figures = f"{1e3 * row['median_s']:.1f} | {row['gb_per_s']:.1f}"
+    return f"| {benchmark} | {name_of(row['variant'])} | {figures} | {ratios} |"
+
+
+def name_of(variant: str) -> str:
+    """Return a variant's name in the tables. The recorded results call gradengine's variants "ours"."""
+    return variant.replace("ours", "gradengine", 1) if variant.startswith("ours") else variant
+
+
+def ratio_to(base: str, ratio: float) -> str:
+    """Return a ratio of times, and the variant of gradengine that it refers to if there are several."""
+    variant = base.removeprefix("ours").strip(" ,")
+    return f"{ratio:.2f}x" + (f" ({variant})" if variant else "")
 
 
 def size_of(parameters: dict) -> list[str]:
-    """Of a model whose tensors are all alike."""
+    """Return the number and size of the tensors if all are alike, otherwise nothing."""
     return [f"{parameters['tensors']} x {parameters['elements']:,}"] if "tensors" in parameters else []
 
 
 def table(results: Path) -> str:
-    """All recorded results of CPUs as Markdown."""
+    """Return all recorded results of CPUs as Markdown."""
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith("gpu-")]
     reports = [report for report in (json.loads(path.read_text()) for path in paths) if "rows" in report]
     rows = [line(report, row) for report in reports for row in report["rows"] if row["variant"] not in YARDSTICKS]
-    head = ["| benchmark | variant | median ms | GB/s counted | time, in times of ours |", "|---|---|---|---|---|"]
+    head = ["| benchmark | variant | median ms | GB/s | time / gradengine's time |", "|---|---|---|---|---|"]
     return "\n".join([BEGIN, "", *head, *rows, "", END])
 
 
 def chosen(results: Path) -> str:
-    """The rows of `CHOSEN` as Markdown."""
+    """Return the rows of `CHOSEN` as Markdown."""
     found = ["| | gradengine | other | time of the other | ratio |", "|---|---|---|---|---|"]
     for words, name, ours, other in CHOSEN:
         rows = {row["variant"]: row for row in recorded(results, name)}
@@ -68,7 +76,7 @@ def chosen(results: Path) -> str:
 
 
 def recorded(results: Path, name: str) -> list[dict]:
-    """The rows of a result, or "file/benchmark" of a file with several."""
+    """Return the rows of a result. The name is "file/benchmark" for a file with several results."""
     file, _, benchmark = name.partition("/")
     whole = json.loads((results / f"{file}.json").read_text())
     return (
@@ -79,14 +87,14 @@ def recorded(results: Path, name: str) -> list[dict]:
 
 
 def gpu_tables(results: Path) -> str:
-    """The recorded results of each GPU as Markdown; nothing where there are none."""
+    """Return the recorded results of each GPU as Markdown, or nothing if there are none."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("gpu-*.json"))]
     parts = [part for whole in found for part in gpu_table(whole)]
     return "\n".join([GPU_BEGIN, "", *parts, GPU_END]) if parts else ""
 
 
 def gpu_table(whole: dict) -> list[str]:
-    """One GPU's: a line for each variant; of the odd sizes ours alone."""
+    """Return one GPU's table, with a line for each variant. Odd sizes have gradengine's variants only."""
     rows = [gpu_line(report, row) for report in whole["reports"] for row in rows_shown(report)]
     if not rows:
         return []
@@ -96,14 +104,14 @@ def gpu_table(whole: dict) -> list[str]:
         f"torch {versions['torch']}:"
     )
     head = [
-        "| benchmark | variant | ms | GB/s counted | of the copy | host us | time, in times of ours |",
+        "| benchmark | variant | median ms | GB/s | speed of a copy | host us | time / gradengine's time |",
         "|---|---|---|---|---|---|---|",
     ]
     return [title, "", *head, *rows, ""]
 
 
 def rows_shown(report: dict) -> list[dict]:
-    """What of a report the table has."""
+    """Return the rows of a report that the table shows."""
     if report["benchmark"] in {"launches", "counters"}:
         return []
     rows = [row for row in report["rows"] if row["variant"] not in YARDSTICKS]
@@ -111,7 +119,7 @@ def rows_shown(report: dict) -> list[dict]:
 
 
 def gpu_line(report: dict, row: dict) -> str:
-    """One variant on a GPU."""
+    """Return the row of one variant on a GPU."""
     parameters = report["parameters"]
     facts = [
         report["benchmark"],
@@ -121,23 +129,23 @@ def gpu_line(report: dict, row: dict) -> str:
     name = ", ".join([*facts, *(["odd sizes"] if parameters["odd"] else [])])
     share = "" if row["of_copy"] is None else f"{row['of_copy']:.0%}"
     ratios = ", ".join(
-        f"{ratio:.2f}x {base.removeprefix('ours').strip() or 'ours'}"
+        ratio_to(base, ratio)
         for base, ratio in row["ratios"].items()
         if base != row["variant"] and (report["benchmark"] == "lora" or not row["variant"].startswith("ours"))
     )
-    rate = f"{row['gb_per_s']:.0f}" if row["gb_per_s"] else ""  # of a whole training step nobody counts bytes
+    rate = f"{row['gb_per_s']:.0f}" if row["gb_per_s"] else ""  # the bytes of a whole training step are not counted
     figures = f"{1e3 * row['median_s']:.3f} | {rate} | {share} | {1e6 * row['host_s']:.0f}"
-    return f"| {name} | {row['variant']} | {figures} | {ratios} |"
+    return f"| {name} | {name_of(row['variant'])} | {figures} | {ratios} |"
 
 
 def put(page: str, drawn_table: str) -> str:
-    """The page with this table between its marks."""
+    """Return the page with this table between its marks."""
     before, rest = page.split(BEGIN)
     return before + drawn_table + rest.split(END)[1]
 
 
 def drawn(page: str, results: Path) -> str:
-    """The page with the tables of these results."""
+    """Return the page with the tables of these results."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     if GPU_BEGIN in after:

@@ -442,8 +442,8 @@ def test_results_of_a_gpu_follow_the_cpus_and_go_with_their_file(tmp_path):
     checked(tmp_path, BENCH)
     with_gpu = draw.drawn(PAGE, tmp_path / "results")
     assert "NVIDIA Fake 1, driver 1, CUDA 13.0, CuPy 14, torch 2:" in with_gpu
-    assert "| step, bfloat16 | ours hold=1 | 2.000 | 4000 | 91% | 100 |  |" in with_gpu
-    assert "| step, bfloat16 | torch foreach, sum | 2.000 | 4000 |  | 100 | 2.00x hold=1 |" in with_gpu
+    assert "| step, bfloat16 | gradengine hold=1 | 2.000 | 4000 | 91% | 100 |  |" in with_gpu
+    assert "| step, bfloat16 | torch foreach, sum | 2.000 | 4000 |  | 100 | 2.00x (hold=1) |" in with_gpu
     assert "| copy |" not in with_gpu
     assert draw.drawn(with_gpu, tmp_path / "results") == with_gpu
     assert draw.drawn(with_gpu, tmp_path) == draw.drawn(PAGE, tmp_path)
