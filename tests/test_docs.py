@@ -30,7 +30,6 @@ STILL_WIDE = {  # pages whose code is not yet so narrow
     "docs/how-to/plan.md",
     "docs/how-to/preemption.md",
     "docs/how-to/replace-clip_grad_norm.md",
-    "docs/how-to/save-and-resume.md",
     "docs/how-to/spikes.md",
     "docs/how-to/tls.md",
     "docs/start/from-ddp.md",
