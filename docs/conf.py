@@ -24,6 +24,8 @@ URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"gradengine {release}"
 html_theme_options = {"source_repository": URLS["Source"], "source_branch": "main", "source_directory": "docs/"}
 myst_enable_extensions = ["colon_fence"]
