@@ -12,11 +12,13 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import draw
 import msgpack
 import numpy as np
 import provoked
 import pytest
 
+import gradengine
 from gradengine import DynamicLossScale, GradientEngine, GradientLayout, SpikePolicy, errors, local_group
 from gradengine.exchange.wire import checksum, encoded, head
 
@@ -144,6 +146,20 @@ def test_a_block_that_prints_other_lines_than_the_page_fails(printed, tmp_path):
 def test_code_in_the_pages_fits_the_site(page):
     lines = [line for _, code in FENCE.findall((ROOT / page).read_text()) for line in code.splitlines()]
     assert [line for line in lines if len(line) > COLUMNS] == []
+
+
+def test_tables_of_results_are_the_recorded_ones():
+    readme, benchmarks = ((ROOT / page).read_text() for page in ("README.md", "docs/project/benchmarks.md"))
+    assert readme == draw.put(readme, draw.chosen(draw.RESULTS)), "run measured/draw.py"
+    assert benchmarks == draw.drawn(benchmarks, draw.RESULTS), "run measured/draw.py"
+
+
+def test_the_status_in_the_readme_is_the_project_s():
+    readme = (ROOT / "README.md").read_text()
+    assert f"version {gradengine.__version__}, not released" in readme
+    tested = set(re.findall(r"at commit (\w+)", readme))
+    (recorded,) = {json.loads(path.read_text())["versions"]["commit"] for path in draw.RESULTS.glob("gpu-*.json")}
+    assert {recorded[: len(commit)] for commit in tested} == tested
 
 
 def test_the_reference_has_every_public_name():
