@@ -103,7 +103,7 @@ def test_nothing_overflows_at_the_limits(limit):
 def test_the_json_has_what_the_page_names_and_the_known_numbers():
     found = predict(asking(workers=np.int64(4), tp=np.uint8(2))).as_json()  # NumPy's integers are counts
     json.dumps(found)
-    page = (ROOT / "docs/how-to/plan.md").read_text()
+    page = (ROOT / "docs/reference/plan-json.md").read_text()
     parts = [found, *(found[part] for part in ("question", "memory_bytes_per_rank", "tensor_parallel", "exchange"))]
     keys = {key for part in [*parts, found["question"]["model"], found["exchange"]["tcp://"]] for key in part}
     assert sorted(key for key in keys if f"`{key}`" not in page) == []

@@ -168,7 +168,7 @@ class StepResult:
             Both are 0.0 without an exchange. A dynamic loss scale adds the step's "loss_scale". Several groups add
             "group_norm/<name>" for each. `on_spike` adds "spiked" (1.0 or 0.0) and "spike_bound". `measure_noise` adds
             "noise/<way>", "signal/<way>" and "noise_scale/<way>" for the known ways of "ranks" and "micro_batches" (see
-            docs/how-to/metrics.md). The way "micro_batches" is left out after the next `add`, which overwrites it.
+            docs/reference/metrics.md). The way "micro_batches" is left out after the next `add`, which overwrites it.
 
         Example:
             >>> from gradengine import GradientEngine, GradientLayout

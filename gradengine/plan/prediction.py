@@ -28,7 +28,7 @@ _RANGES = {  # wide ranges in which no sum or product overflows
     "gpu_gigabytes": (1e-3, 1e9, "GB"),
     **dict.fromkeys(_BANDWIDTHS, (1.0, 1e18, "bytes/s")),
 }
-_FORMAT = 4  # version of the JSON, which docs/how-to/plan.md describes
+_FORMAT = 4  # version of the JSON, which docs/reference/plan-json.md describes
 _WORTH_IT = 0.05  # share of a step that NCCL must save to be chosen
 
 
@@ -130,7 +130,7 @@ class Plan:
         return self.exchanges[self.choice].exposed_seconds if self.choice else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan in plain types, as docs/how-to/plan.md describes."""
+        """Return the plan in plain types, as docs/reference/plan-json.md describes."""
         of_cost = ("bytes_per_all_reduce", "bytes_per_step", "link_bytes_per_step")
         return {
             "format": _FORMAT,
