@@ -26,11 +26,6 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.ipynb"))]
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
 COLUMNS = 88  # of code: a site cuts longer lines off
-STILL_WIDE = {  # pages whose code is not yet so narrow
-    "docs/how-to/replace-clip_grad_norm.md",
-    "docs/start/from-ddp.md",
-    "CONTRIBUTING.md",
-}
 # Optional packages: a block that imports one is skipped if it is not installed.
 OPTIONAL = ("cupy", "torch", "jax", "optax", "flax", "transformers", "peft", "accelerate", "lightning")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -136,7 +131,7 @@ def test_a_block_that_prints_other_lines_than_the_page_fails(printed, tmp_path):
         execute(alone, page)
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - STILL_WIDE))
+@pytest.mark.parametrize("page", PAGES)
 def test_code_in_the_pages_fits_the_site(page):
     lines = [line for _, code in FENCE.findall((ROOT / page).read_text()) for line in code.splitlines()]
     assert [line for line in lines if len(line) > COLUMNS] == []
