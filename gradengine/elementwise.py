@@ -68,7 +68,7 @@ def add(
 
 
 def scale(buffer: object, factor: float, *, device: DeviceLike | None = None, stream: object | None = None) -> None:
-    """Multiply in place, buffer *= factor, with the product rounded to fp32, then to the buffer's dtype.
+    """Multiply in place, `buffer *= factor`, with the product rounded to fp32, then to the buffer's dtype.
 
     Args:
         buffer: A writable array or `RawBuffer` in fp32, fp16 or bf16.

@@ -1,7 +1,7 @@
 """Exceptions of this package. A message names the failure and its place, got and expected values, and one action.
 
 `CallerError` is a wrong call, `ExchangeError` a failed peer or connection, and `NonFiniteGradient` a diverged model.
-After each of them the state is the same as before the failed call. After `DeviceFailed` the process can only be ended.
+If `add` or a setter raises a `CallerError`, it has changed nothing. After `DeviceFailed` the process can only be ended.
 Messages are printable and of bounded length, because they may hold text of a peer or a million names.
 """
 
@@ -114,7 +114,7 @@ class NonFiniteGradient(GradientError, RuntimeError):
 
 
 class ExchangeError(GradientError):
-    """A failed exchange. The step can be run again, because the engine records which buckets are summed."""
+    """A failed exchange. Reconnect and step again. If a rank holds sums of the step, `reconnect` says to discard it."""
 
 
 class HandshakeRefused(ExchangeError):

@@ -70,7 +70,9 @@ def skip_without_packages(run, page):
 
 def execute(run, page):
     """Run the blocks in one namespace. Each prints what the page shows."""
-    names, handler = {"__name__": "page"}, signal.getsignal(signal.SIGTERM)
+    # A script that needs torchrun is defined and not run.
+    is_launched = any("LOCAL_RANK" in code for code, _ in run)
+    names, handler = {"__name__": "page" if is_launched else "__main__"}, signal.getsignal(signal.SIGTERM)
     try:
         for code, shown in run:
             printed = io.StringIO()

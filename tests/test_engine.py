@@ -280,6 +280,13 @@ class TestNumbers:
         found = engine.step().non_finite
         assert (found.index, found.value) == (1, math.inf)
 
+    def test_the_error_of_a_skipped_step_does_not_advise_a_discard(self):
+        engine = new_engine(on_non_finite="skip")
+        engine.add([*gradients_of()[:2], np.array([math.nan], np.float32)])
+        with pytest.raises(NonFiniteGradient, match="the step has ended") as raised:
+            engine.step().check()
+        assert "discard" not in str(raised.value)
+
 
 #: What an engine with one micro-batch of two refuses, whatever else it would take: the call, the error, a key word.
 REFUSED = {

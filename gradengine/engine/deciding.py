@@ -93,6 +93,8 @@ class Deciding:
             # Measure again, because a worker may correct its arena and run the step again.
             self._accumulator.forget_measured()
             raise non_finite
+        if non_finite is not None:
+            non_finite.do = f"the step has ended, by on_non_finite={self._on_non_finite!r}"
         used = decision.loss_scale if decision.bad is None else scale[0]
         return stats, decision, non_finite, None if dynamic is None else used
 

@@ -58,7 +58,10 @@ class StepResult:
 
     @property
     def norm(self) -> Any:
-        """The global norm of the averaged gradient (of the sum, with `average="prescaled"`), before clipping."""
+        """The global norm of the result before clipping.
+
+        It is the norm of the averaged gradient, or with `average="prescaled"` of the mean of the ranks' sums.
+        """
         return self._ready._decision.norm
 
     @property

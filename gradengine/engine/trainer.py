@@ -122,7 +122,10 @@ class DistributedTrainer:
 
     @property
     def step(self) -> int:
-        """The number of steps made, which is the engine's `current_step`. `engine.load_state_dict()` sets it."""
+        """The number of steps that ended, which is the engine's `current_step`. `engine.load_state_dict()` sets it.
+
+        A step that was skipped, or discarded after `NonFiniteGradient`, counts.
+        """
         return self.engine.current_step
 
     @property

@@ -185,7 +185,7 @@ def connect(
         process_group: A group of torch.distributed with any backend. torch.distributed.group.WORLD is the default one,
             which is None before `init_process_group`. Not together with url, rank, world_size, secret, job or served.
         communicator: An mpi4py communicator; "mpi://" means MPI.COMM_WORLD. Not together with url, rank, world_size,
-            secret, job, link, served, ports or tls. MPI's own messages are not encrypted.
+            secret, job, served, ports or tls, nor with a `link` except "collectives". MPI does not encrypt.
 
     Raises:
         CallerError: A URL, rank, job, secret or TLS file is invalid. Or an address that is not loopback has no secret,
@@ -245,7 +245,8 @@ def connect_if_launched(**options: Any) -> Exchange | None:
         options: Keyword arguments for `connect`, used only under a launcher.
 
     Raises:
-        CallerError, DeviceUnavailable, PeerLost: As `connect`, under a launcher.
+        CallerError, DeviceUnavailable, PeerLost: As `connect`, under a launcher. Also a `CallerError` if only one
+            of the variables of rank and world size is set.
 
     Example::
 

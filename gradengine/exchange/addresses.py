@@ -213,7 +213,7 @@ class Listener:
         self.address = checked_address(address)
         refuse_bad_secret(secret)
         if not (isinstance(address, str) or secret or address[0] in LOOPBACK):
-            what = f"{shown(self.address)} is reachable from other machines and there is no secret"
+            what = f"{shown(self.address)} may be reachable from other machines, and there is no secret"
             do = "give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
             raise CallerError(what, expected="a loopback address, or a secret", do=do)
         self.socket = _listening(self.address, ports)

@@ -81,7 +81,8 @@ class GradientLayout:
 
         A dotted name belongs to the block that ends with its first whole-number part, so "layers.0.wq" is in
         "layers.0". Without such a part the first part that ends in "_" and a number counts, as in flax, so
-        "Block_0.kernel" is in "Block_0". Blocks are ordered by stem, then by that number, and exchanged in reverse.
+        "Block_0.kernel" is in "Block_0". Blocks are ordered by stem, then by that number. They are exchanged in
+        the reverse of the order in which they first appear.
 
         Args:
             gradients: Name -> array or shape, or a sequence with names "0", "1", ... Containers may be nested, and

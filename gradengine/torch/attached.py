@@ -73,7 +73,7 @@ def attach(module: Parameters, engine: GradientEngine, *, alone: bool = False, m
         what = "on_non_finite='drop_micro_batch' does not work with main_grad=True"
         raise CallerError(what, do="use on_non_finite='skip'")
     if any(other._engine is engine for other in _live):
-        raise CallerError("the engine is attached to another module", do="remove() what attach() returned first")
+        raise CallerError("the engine is attached to a module already", do="remove() what attach() returned first")
     return Attached(module, engine, alone=alone, main_grad=main_grad)
 
 
