@@ -121,8 +121,8 @@ def clip_by_global_norm(arrays: Sequence[object] | Mapping[str, object], max_nor
 
     Returns:
         The global norm before clipping, with a relative error of at most 1e-6 for every dtype. On a GPU it is a 0-d
-        device array, to be read on the streams that are current at the call. Only the first call with arrays of these sizes waits
-        for the device.
+        device array, to be read on the streams that are current at the call. Only the first call with arrays of these
+        sizes waits for the device.
 
     Raises:
         BufferRefused: An array cannot be written in place, or two overlap.
