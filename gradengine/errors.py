@@ -78,7 +78,7 @@ class NonFiniteGradient(GradientError, RuntimeError):
         component: The component's name.
         index: Flat index of the component's first element that is not finite.
         value: The element's value in the rank's own contribution if it is still known, otherwise in the sum.
-        rank: The rank that contributed the value. None if the sum itself overflowed or there is one worker.
+        rank: The rank that contributed the value. None if the sum itself overflowed or there is only one rank.
         tp_rank: The tensor-parallel rank whose shard `index` refers to. None without such a group.
         step: The number of the step with the value.
         is_late: Whether the step was over when the error was raised, as for an asynchronous step on a GPU.

@@ -210,7 +210,7 @@ OVER = {
 }
 #: Errors of a call that the state lets begin.
 FAILS = {
-    (State.NOTHING, Call.STEP): "without a micro-batch on any worker",
+    (State.NOTHING, Call.STEP): "without a micro-batch on any rank",
     (State.SENDING, Call.STEP): "'head' lacks part of the window",
     (State.AGREED, Call.STEP): "not finite",
 }
@@ -328,7 +328,7 @@ def test_what_has_left_for_other_workers_is_not_changed_behind_the_engine():
         add, add_part = engine.accumulator.add, engine.accumulator.add_non_block
         for change in (engine.accumulator.average, lambda: add_part("head", gradients[1]), lambda: add(gradients)):
             if exchange.rank == 0:
-                with pytest.raises(WindowError, match="sent to the other workers"):
+                with pytest.raises(WindowError, match="sent to the other ranks"):
                     change()
         return [array.tolist() for array in engine.step().gradients.values()]
 

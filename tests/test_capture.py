@@ -458,7 +458,7 @@ class TestMisuse:
             engine = before if exchange.rank == 0 else new_engine(emulated)
             engine.reconnect(exchange)
             for call in [engine.capture().__enter__, *([graph.replay] if exchange.rank == 0 else [])]:
-                with pytest.raises(CallerError, match="waits for other workers"):
+                with pytest.raises(CallerError, match="waits for other ranks"):
                     call()
             return engine.current_step
 

@@ -140,7 +140,7 @@ class TestAnywhere:
     def test_a_worker_that_said_it_has_nothing_has_said_so(self):
         engine = engine_with()
         engine.add(None, weight=0)
-        with pytest.raises(WindowError, match="without a micro-batch on any worker"):
+        with pytest.raises(WindowError, match="without a micro-batch on any rank"):
             resumed_from(engine.state_dict()).step()
 
     def test_what_was_written_through_views_counts(self, backend):

@@ -179,7 +179,7 @@ class TestWindows:
             engine.add(gradients, weight)
         assert bits_of(engine.step()) == bits_of(stepped(backend, gradients_of()))
         engine.add(None, weight=0)
-        with pytest.raises(WindowError, match="on any worker"):
+        with pytest.raises(WindowError, match="on any rank"):
             engine.step()
 
 

@@ -257,7 +257,7 @@ class TestDisagreement:
                         engine.step()
             for step in (2, 3):  # of nobody's a step is an error on each, and the next one goes on
                 engine.add(None, weight=0)
-                with pytest.raises(WindowError, match=f"got 0 micro-batches on each of {exchange.world_size} workers"):
+                with pytest.raises(WindowError, match=f"got 0 micro-batches on each of {exchange.world_size} ranks"):
                     engine.step()
                 assert engine.current_step == step + 1
             engine.add(None, weight=0)
@@ -440,7 +440,7 @@ def test_an_address_in_place_of_an_exchange_is_refused_with_the_call_that_makes_
 def test_alone_in_a_group_a_worker_that_has_nothing_is_told():
     engine = new_engine(local_group(1)[0])
     engine.add(None, weight=0)
-    with pytest.raises(WindowError, match="got 0 micro-batches on each of 1 workers"):
+    with pytest.raises(WindowError, match="got 0 micro-batches on each of 1 ranks"):
         engine.step()
 
 

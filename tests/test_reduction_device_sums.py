@@ -436,11 +436,11 @@ class TestCapture:
         alone = captured()
         self.joined(engine, device, torch)
         together = captured()
-        with pytest.raises(CallerError, match="captured with other workers; capture it again"):
+        with pytest.raises(CallerError, match="captured with a different exchange; capture it again"):
             alone.replay()
         together.replay()
         engine.check()
         engine.load_state_dict(GradientEngine(SMALL, device.kernels).state_dict())  # at the others' step
         self.joined(engine, device, torch)
-        with pytest.raises(CallerError, match="captured with other workers; capture it again"):
+        with pytest.raises(CallerError, match="captured with a different exchange; capture it again"):
             together.replay()

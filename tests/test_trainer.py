@@ -143,7 +143,7 @@ class TestSameWeights:
         def work(exchange):
             distributed = new_trainer(exchange=exchange)
             for _ in range(2):
-                with pytest.raises(WindowError, match="got 0 micro-batches on each of 2 workers"):
+                with pytest.raises(WindowError, match="got 0 micro-batches on each of 2 ranks"):
                     distributed.train_batch([])
             return distributed.train_batch([micro_batch(0)] * (exchange.rank == 1))
 

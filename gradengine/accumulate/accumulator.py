@@ -105,7 +105,7 @@ class PerBlockGradientAccumulator:
         # Each step measures these components again, because callers may write to them through views.
         self._exposed = np.zeros(len(layout.slots), np.bool_)
         self._all = Span.of(layout.slots, "the layout")
-        self._left: set[Span] = set()  # spans of the window that are being sent to other workers
+        self._left: set[Span] = set()  # spans of the window that are being sent to other ranks
         kernels.prepare(self.arena, [self._all, *layout.spans])
 
     @property
@@ -192,7 +192,7 @@ class PerBlockGradientAccumulator:
         self._add(Call.ADD, self._all, gradients, weight, measure)
 
     def add_nothing(self) -> None:
-        """Note that this worker has no micro-batch. Its window can stay empty, with weight 0 in the workers' sum."""
+        """Note that this rank has no micro-batch. Its window can stay empty, with weight 0 in the ranks' sum."""
         self.state.enter(Call.ADD_NOTHING)
 
     def add_block(
@@ -249,7 +249,7 @@ class PerBlockGradientAccumulator:
         Raises:
             LayoutMismatch: A gradient has the wrong shape.
             BufferRefused: A gradient's dtype, device, strides or memory is not supported.
-            WindowError: The weight differs from the micro-batch's, or a component was already sent to other workers.
+            WindowError: The weight differs from the micro-batch's, or a component was already sent to other ranks.
         """
         for slot, gradient in zip(span.slots, gradients, strict=True) if self._left else ():
             if gradient is not None:
@@ -291,7 +291,7 @@ class PerBlockGradientAccumulator:
             WindowError: A component has fewer micro-batches than the others, the window's weight is above 2**126, or a
                 call was interrupted while it wrote.
         """
-        # A window that takes no more gradients cannot be divided, because other workers have its sum.
+        # A window that takes no more gradients cannot be divided, because other ranks have its sum.
         self.state.ask(Call.ADD)
         if self._window.weights in ([], [1]):
             return
@@ -326,8 +326,8 @@ class PerBlockGradientAccumulator:
     def close(self, *, measure: bool = False) -> None:
         """Fold all held micro-batches. The arena then holds the window's weighted sum.
 
-        An empty window's sum is -0.0, because adding 0.0 to another worker's sum could change a bit. Components that
-        were written through a block, or hold a sum over workers, keep their values.
+        An empty window's sum is -0.0, because adding 0.0 to another rank's sum could change a bit. Components that
+        were written through a block, or hold a sum over ranks, keep their values.
 
         Raises:
             WindowError: The window is empty, or incomplete. Nothing is folded then.
@@ -403,7 +403,7 @@ class PerBlockGradientAccumulator:
         of a step use `result.gradients`.
 
         Raises:
-            WindowError: Part of the window is being sent to the other workers.
+            WindowError: Part of the window is being sent to the other ranks.
         """
         self.state.ask(Call.VIEW)
         # The window that a failed exchange has kept can be viewed. While it is sent, writes would be lost.
@@ -496,7 +496,7 @@ class PerBlockGradientAccumulator:
 
     def _on_its_way(self, what: str, do: str | None = None) -> WindowError:
         return WindowError(
-            f"{what} was sent to the other workers already",
+            f"{what} was sent to the other ranks already",
             got=f"a contribution after the last of {self.accumulated_count} micro-batches",
             expected="step()",
             do=do,

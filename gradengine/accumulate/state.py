@@ -35,12 +35,12 @@ class State(Enum):
     """The states of a step."""
 
     EMPTY = "nothing was added"
-    NOTHING = "add(None) was called: this worker has no micro-batch"
+    NOTHING = "add(None) was called: this rank has no micro-batch"
     OPEN = "micro-batches were added"
     COMING = "a micro-batch is being added component by component"
-    SENDING = "some of the window was sent to other workers"
+    SENDING = "some of the window was sent to other ranks"
     FAILED = "the exchange failed; the window is kept"
-    AGREED = "all workers have the same sums, and no gradient was written"
+    AGREED = "all ranks have the same sums, and no gradient was written"
     BROKEN = "a call is writing, or was interrupted"
     CAPTURING = "a graph is being recorded and is still empty"
     RECORDED = "micro-batches are in the graph"
@@ -75,9 +75,9 @@ class Call(Enum):
 class Event(Enum):
     """The events within a call."""
 
-    SEND = "a span is sent to other workers"
+    SEND = "a span is sent to other ranks"
     FAIL = "an exchange failed"
-    AGREE = "all workers have the same sums"
+    AGREE = "all ranks have the same sums"
 
     __hash__ = object.__hash__
 
@@ -110,7 +110,7 @@ _UNKNOWN = {
 }
 _none = Refusal("{step} without a micro-batch", "0 micro-batches", "at least 1", "add() gradients first{or_nothing}")
 _sent = Refusal(
-    "the window is complete and was sent to the other workers",
+    "the window is complete and was sent to the other ranks",
     "a contribution after the last of {count} micro-batches",
     "step()",
 )
@@ -130,10 +130,10 @@ _part = Refusal(
 _ended = Refusal("no micro-batch is being added component by component", do="begin one with engine.micro_batch()")
 _open = Refusal("a window is open", "{count} micro-batches", do="step() or discard() it first")
 _away = Refusal(
-    "{step} cannot be saved, because a part of it was sent to the other workers",
+    "{step} cannot be saved, because a part of it was sent to the other ranks",
     do="save the window before its last micro-batch, or after step()",
 )
-_drop = Refusal("the workers are summing this window", "zero_all()", do="call the engine's discard(), on every rank")
+_drop = Refusal("the ranks are summing this window", "zero_all()", do="call the engine's discard(), on every rank")
 _fixed = Refusal("the {setting} of an open window cannot be changed", "{change}", do="set it after step() or discard()")
 _graph = Refusal("a window is being captured", do="leave its `with` first; after an interrupt call discard()")
 _one = Refusal(

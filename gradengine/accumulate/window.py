@@ -236,7 +236,7 @@ def nothing_came(components: int) -> WindowError:
     return WindowError(
         "no component has a gradient in this micro-batch",
         got=f"None for all {components}",
-        do="add() after backward() and before zero_grad(), or add(None, weight=0) on a worker without a micro-batch",
+        do="add() after backward() and before zero_grad(), or add(None, weight=0) on a rank without a micro-batch",
     )
 
 

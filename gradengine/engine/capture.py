@@ -66,7 +66,7 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         Raises:
             BufferRefused: An array's address has changed. Nothing was launched.
             WindowError: Nothing was recorded, or a window is open or being captured.
-            CallerError: The engine has joined other workers since the capture.
+            CallerError: The engine has joined a different group since the capture.
             NonFiniteGradient: The error of an earlier step, as in the engine's `step`. Nothing was launched.
         """
         if self._result is None:
@@ -101,7 +101,7 @@ class CapturedWindow(AbstractContextManager["CapturedWindow"]):
         return made
 
     def ask(self, call: Call) -> State:
-        """Return the state that a capture or a replay leads to. Raise if the state, workers or a graph forbid it."""
+        """Return the state that a capture or a replay leads to. Raise if the state, exchange or a graph forbids it."""
         self._reducer.refuse_other_group(self._sums)
         leads_to = self._state.ask(call, self._reducer.facts)
         refuse_other_graph(self._accumulator.kernels.device, is_recording=False)

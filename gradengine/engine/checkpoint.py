@@ -1,6 +1,6 @@
 """The saved state of an engine, a flat dict of NumPy arrays that numpy.savez, torch.save and safetensors accept.
 
-The state holds the open window's sums. It also holds the step, and the layout, settings and worker that must be the
+The state holds the open window's sums. It also holds the step, and the layout, settings and rank that must be the
 same in the engine that loads it. Squared sums and the norm are computed again, and held gradients are folded first.
 """
 
@@ -97,7 +97,7 @@ def loaded_state(
         state: The dict that `saved_state` returned, with any arrays that NumPy reads.
         layout: The engine's layout.
         micro_batches: The engine's number of micro-batches in a window, if known.
-        shared: The engine's settings that workers compare.
+        shared: The engine's settings that ranks compare.
 
     Raises:
         LayoutMismatch: The state has a different layout. The error shows the rows that differ.

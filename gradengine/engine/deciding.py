@@ -55,7 +55,7 @@ class Deciding:
     def decide(
         self, step: int, late: DeferredErrors | None
     ) -> tuple[StepStats, Decision, NonFiniteGradient | None, Any]:
-        """Sum over workers, agree and decide, without writing a gradient. Return a dynamic loss scale's value last.
+        """Sum over the ranks, agree and decide, without writing a gradient. Return a dynamic loss scale's value last.
 
         `late` counts the device's steps. It is None on the CPU, and in a graph, which counts its own steps.
         """
@@ -90,7 +90,7 @@ class Deciding:
                 self._accumulator.state.now = State.BROKEN
             raise
         if non_finite is not None and self._on_non_finite == "raise":
-            # Measure again, because a worker may correct its arena and run the step again.
+            # Measure again, because a rank may correct its arena and run the step again.
             self._accumulator.forget_measured()
             raise non_finite
         if non_finite is not None:

@@ -37,7 +37,7 @@ _SET_ONCE = {"layout", "accumulator", "micro_batches", "on_non_finite", "on_spik
 
 @final
 class GradientEngine:
-    """An accumulator of gradients in fp32 whose `step` sums them over workers, checks, averages and clips the sum.
+    """An accumulator of gradients in fp32 whose `step` sums them over ranks, checks, averages and clips the sum.
 
     Every call checks its arguments before it changes anything. After a step that failed, call `step()` again (after
     `reconnect` if the exchange was lost) or drop the window with `discard()`. An interrupt, by Ctrl-C or an exception
@@ -46,30 +46,30 @@ class GradientEngine:
 
     On a GPU `add` and `step` queue their work on the current CuPy stream without a wait, and norm, scale and verdict
     are device arrays. A gradient that is not finite becomes zeros. The first `add` or `step` after its verdict arrived
-    raises its error. `result.check()` waits and raises it immediately. With an exchange, `step` waits for the workers'
-    sums, except if the workers sum on their GPUs.
+    raises its error. `result.check()` waits and raises it immediately. With an exchange, `step` waits for the ranks'
+    sums, except if the ranks sum on their GPUs.
 
     Args:
         layout: Names, shapes and order of the components.
         device: "cpu", "cuda" (the first GPU), "cuda:1", a torch.device, or kernels.
         max_norm: Bound of the global norm, or one bound for each group by name. None (default) disables clipping, but
             the norm is still measured. 0 is refused.
-        exchange: Exchange over the workers with the same part of the model; None for one worker.
-        on_non_finite: "raise" raises `NonFiniteGradient`. "skip" skips the step on all workers. "propagate" returns a
+        exchange: Exchange over the ranks with the same model, or the same part of it. None for one rank.
+        on_non_finite: "raise" raises `NonFiniteGradient`. "skip" skips the step on all ranks. "propagate" returns a
             group that holds NaN or Inf unclipped, and clips the other groups. "drop_micro_batch" leaves out each
             micro-batch that is not finite, with its weight. It skips the step if none is left.
         micro_batches: Number of micro-batches in a window, if known. The last one measures the norm in the same pass
-            and starts the exchange. More, or more of any block, raise `WindowError`. Fewer raise it in `step`.
+            and starts the exchange. One more, also of one block, raises `WindowError`. With fewer, `step` raises it.
         hold: Micro-batches kept by reference and added in one pass. Their buffers must stay unchanged until then.
         groups: Components that share a norm: None (all), "block", "component", {name: group} or a function of a slot.
-        average: "weighted" is the mean over all micro-batches by weight. "per_worker" is the mean of the workers'
-            means. "prescaled" is the workers' mean of weighted sums, as in torch's DistributedDataParallel. Use it if
+        average: "weighted" is the mean over all micro-batches by weight. "per_worker" is the mean of the ranks'
+            means. "prescaled" is the ranks' mean of weighted sums, as in torch's DistributedDataParallel. Use it if
             the loss is scaled before backward, as HF Trainer, Accelerate and Lightning do.
         loss_scale: Factor of the loss, which is divided out. With a torch GradScaler pass `scaler.get_scale()`, or norm
             and `max_norm` are those of the scaled gradient. Steps change a `DynamicLossScale` by GradScaler's rule.
         on_spike: Policy for a step whose global norm is far above those of earlier steps. None does nothing.
         measure_noise: Add the gradient noise scale to `result.metrics()`, from norms that are measured in passing.
-        tp_exchange: Exchange over the ranks with the other parts of this worker's model, for a layout of a part. Its
+        tp_exchange: Exchange over the ranks with the other parts of this rank's model, for a layout of a part. Its
             rank is the layout's `tp_rank`. Norm, scale and verdict are then those of the whole model. Replicated
             gradients must be equal on these ranks, which is checked. Under sequence parallelism all-reduce them before
             `add`, as Megatron-LM and DTensor do.
@@ -77,7 +77,7 @@ class GradientEngine:
     Raises:
         CallerError: An argument is out of range, or a part of a model would be clipped or skipped by itself.
         DeviceUnavailable, OutOfDeviceMemory: The device cannot be used, or has too little memory.
-        HandshakeRefused, PeerLost, DeadlineExceeded: The workers could not form a group.
+        HandshakeRefused, PeerLost, DeadlineExceeded: The ranks could not form a group.
 
     Attributes:
         layout: The layout of the gradients.
@@ -151,12 +151,12 @@ class GradientEngine:
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange over workers that this engine joined, if there is one."""
+        """The exchange over the ranks with the same model, or the same part of it, if there is one."""
         return self._reducer.workers
 
     @property
     def tp_exchange(self) -> Exchange | None:
-        """The exchange over the other parts of this worker's model, if there is one."""
+        """The exchange over the ranks with the other parts of this rank's model, if there is one."""
         return self._reducer.parts.exchange
 
     @property
@@ -181,7 +181,7 @@ class GradientEngine:
     def max_norm(self) -> MaxNorm:
         """The bound of the global norm, or one for each group by name. None disables clipping.
 
-        It can be set between windows, to the same value on all workers, which compare it in each step. A captured step
+        It can be set between windows, to the same value on all ranks, which compare it in each step. A captured step
         reads it at each replay. `state_dict` saves it, and `load_state_dict` restores it.
 
         Raises:
@@ -210,19 +210,19 @@ class GradientEngine:
     def latest_verdict(self) -> StepStatus | None:
         """The newest verdict (norm, scale, whether the step was skipped) that a GPU has reported, without a wait.
 
-        None before the first report has arrived. It is always None on the CPU, and the step's result has the verdict.
+        It is None until the first report has arrived. On the CPU it is always None, and the result has the verdict.
         """
         self._kernels.device.refuse_failed(asks=True)
         return None if self._late is None else self._late.latest()
 
     @property
     def rank(self) -> int:
-        """This worker's rank; 0 without an exchange."""
+        """The number of this rank in `exchange`; 0 without an exchange."""
         return self._reducer.worker[0]
 
     @property
     def world_size(self) -> int:
-        """The number of workers, each with a whole model or the same part of one; 1 without an exchange."""
+        """The number of ranks in `exchange`; 1 without an exchange. The ranks of `tp_exchange` are not counted."""
         return self._reducer.worker[1]
 
     @in_range
@@ -233,7 +233,7 @@ class GradientEngine:
         Args:
             gradients: Mapping name -> gradient or a sequence in layout order, of any framework, fp32, fp16 or bf16, on
                 the engine's device. None stands for a component without a gradient, but not for all components. A
-                worker that has no micro-batch in a window calls `add(None, weight=0)` before its step.
+                rank that has no micro-batch in a window calls `add(None, weight=0)` before its step.
             weight: Weight of the micro-batch in the average, such as 1 or its number of tokens.
 
         Raises:
@@ -264,7 +264,7 @@ class GradientEngine:
             index: Index of the block.
             gradients: A sequence in the block's order, or a mapping by component name.
             weight: The micro-batch's weight, the same for all its parts.
-            last: Whether this is the window's last contribution to the block, which is then sent to the other workers.
+            last: Whether this is the window's last contribution to the block, which is then sent to the other ranks.
 
         Raises:
             LayoutMismatch, BufferRefused, WindowError, NonFiniteGradient: As `add`.
@@ -330,7 +330,7 @@ class GradientEngine:
         loss_scale: float | None = None,
         partial: bool = False,
     ) -> StepResult:
-        """Sum the window over workers, check, average and clip the sum, and begin the next window.
+        """Sum the window over ranks, check, average and clip the sum, and begin the next window.
 
         Args:
             out: Destinations, a mapping or sequence as for `add`, written in their dtype. None for a component that is
@@ -338,7 +338,7 @@ class GradientEngine:
             deferred: Leave the sum unscaled in `result.sums`, for an optimizer that multiplies by `result.factor`
                 itself and reads `result.skipped`. This saves one pass.
             loss_scale: Factor of the window's losses, if not set before. It becomes the engine's scale, even if the
-                step fails. A repeated `step` can pass a different one, unless the workers have agreed on it.
+                step fails. A repeated `step` can pass a different one, unless the ranks have agreed on it.
             partial: Allow fewer micro-batches than the engine's `micro_batches`, as in the last window of an epoch.
 
         Returns:
@@ -350,7 +350,7 @@ class GradientEngine:
             BufferRefused, LayoutMismatch: A destination cannot be written. Nothing was done.
             NonFiniteGradient: NaN or Inf with on_non_finite="raise". The window is kept. On a GPU the error is that of
                 an earlier step, whose gradients became zeros.
-            ExchangeError: The exchange failed, or the workers' settings or sums differ. The window is kept.
+            ExchangeError: The exchange failed, or the ranks' settings or sums differ. The window is kept.
         """
         if self._state.hooks is not None and out is None and not deferred:
             self._state.refuse_bare_step(self._reducer.facts)
@@ -370,7 +370,7 @@ class GradientEngine:
         destinations = None if arrays is None else accumulator.destinations.of(arrays)
         settings.refuse_short(self.micro_batches, accumulator.accumulated_count, partial=partial)
         if loss_scale is not None:
-            # A scale that all workers have agreed on changes only if the state allows it.
+            # A scale that all ranks have agreed on changes only if the state allows it.
             self._scaling.set(loss_scale, None if reducer.agreed is None else reducer.facts)
         step = reducer.step
         late = None if self._captures else self._late  # None: the graph counts its own steps
@@ -444,15 +444,15 @@ class GradientEngine:
 
     @whole
     def all_gather_object(self, what: str, facts: object) -> list[Any]:
-        """Send facts to all workers and return the facts of every worker, in rank order.
+        """Send facts to all ranks and return the facts of every rank, in rank order.
 
         Args:
-            what: Text that identifies the facts within a step, the same on all workers, such as "loss of step 3".
+            what: Text that identifies the facts within a step, the same on all ranks, such as "loss of step 3".
             facts: None, bool, int, float, str or bytes, also in lists and in dicts with str keys. At most 1 MiB.
 
         Raises:
             CallerError: `what` or the facts have a wrong type or are too long, or this step sent other facts as `what`.
-            ExchangeError: A worker's `what` differs from rank 0's.
+            ExchangeError: A rank's `what` differs from rank 0's.
             PeerLost, ProtocolError, DeadlineExceeded: The exchange failed.
 
         Example:
@@ -468,7 +468,7 @@ class GradientEngine:
         and the weights, and `replay()` checks the addresses.
 
         Raises:
-            CallerError: The engine is on the CPU, or has an exchange that waits for other workers on the host.
+            CallerError: The engine is on the CPU, or has an exchange that waits for other ranks on the host.
             WindowError: A window is open or being captured, or no `step` was called inside the `with`.
         """
         device = self._kernels.device
@@ -507,7 +507,7 @@ class GradientEngine:
 
     @whole
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state in place of an empty window.
+        """Load a saved state, while no window is open.
 
         The state holds the step, the loss scale, the bounds, the running norm of `on_spike` and the window. Device,
         transport and `hold` may differ. The saved bounds replace the engine's, as a torch optimizer's saved learning
@@ -548,7 +548,7 @@ class GradientEngine:
     def discard(self) -> None:
         """Drop the window, even one whose step failed or is broken, and a capture whose `with` was interrupted.
 
-        With an exchange, call it on every rank. A step that all workers agreed on, or that a lone worker decided,
+        With an exchange, call it on every rank. A step that all ranks agreed on, or that a lone rank decided,
         counts as made. If parts of the window were sent, or a call was interrupted, the exchanges are closed. Then call
         `reconnect`. It raises an error if some ranks applied a step's gradients and others dropped them. Then restart
         all ranks from one checkpoint. On a GPU that has failed, `discard` raises `DeviceFailed`, as every call does.
@@ -570,13 +570,13 @@ class GradientEngine:
         Then call `discard()` on every rank and reconnect again.
 
         Args:
-            exchange: New exchange over the workers. None keeps the current one.
-            tp_exchange: New exchange over the parts of this worker's model. None keeps the current one.
+            exchange: New exchange over the ranks with the same model, or the same part. None keeps the current one.
+            tp_exchange: New exchange over the ranks with the other parts of the model. None keeps the current one.
 
         Raises:
             CallerError: Rank and size of the tensor-parallel exchange are not the layout's.
             WindowError: The step is broken (call `discard()` first).
-            HandshakeRefused, PeerLost: No group was formed, settings or steps differ, or the window is lost everywhere.
+            HandshakeRefused, PeerLost: No group was formed, settings or steps differ, or all ranks lost the window.
         """
         settings.refuse_bad_exchanges(exchange, tp_exchange)
         self._reducer.connect(exchange, tp_exchange)

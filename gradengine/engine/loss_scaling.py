@@ -56,7 +56,7 @@ class LossScaling:
         self._number = scale
 
     def known(self, reducer: Reducer) -> Scale:
-        """Return the scale by which the host divides, which workers compare, or (1, 0) if only the device has it."""
+        """Return the scale by which the host divides, which the ranks compare, or (1, 0) if only the device has it."""
         if self.dynamic is None:
             return self._number, 0
         return (1.0, 0) if self._is_on_gpu and not reducer.waits else self.saved()

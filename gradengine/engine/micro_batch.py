@@ -44,7 +44,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         """Add one component's gradient. Several gradients of one component are summed.
 
         With `hold=1` the gradient can be freed after this. In the window's last micro-batch a block is sent to the
-        other workers as soon as all its components were added.
+        other ranks as soon as all its components were added.
 
         Args:
             name: Name of the component.
@@ -53,7 +53,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         Raises:
             LayoutMismatch: No such component, or a wrong shape.
             BufferRefused: The gradient's dtype, device, strides or memory is not supported.
-            WindowError: The micro-batch is over, or the component was already sent to the other workers.
+            WindowError: The micro-batch is over, or the component was already sent to the other ranks.
         """
         if self._kept is not None:
             self._keep(name, gradient)
@@ -105,11 +105,11 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def note(self, name: str, gradient: object) -> bool:
         """Note one component's gradient, to be added with the rest of its block. It must stay unchanged until then.
 
-        This costs a fraction of `add`. At most one block's gradients are noted, or 1,048,576 elements.
+        This costs a fraction of `add`. At most the gradients of one block, or 1,048,576 elements, are noted.
 
         Args:
             name: Name of the component.
-            gradient: Array as for `add`, which is kept alive. It is checked when it is added, the first one now.
+            gradient: Array as for `add`, which is kept alive. It is checked when it is added, but the first one now.
 
         Returns:
             Whether to call `add_noted()`, because a block is complete or enough is noted. `end()` adds the rest.
@@ -159,7 +159,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
 
     @whole
     def end(self) -> None:
-        """End the micro-batch, as the end of its `with` does.
+        """End the micro-batch. The end of its `with` does the same.
 
         Raises:
             WindowError: No component was added, or the window was dropped or stepped in the meantime.
@@ -208,7 +208,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
     def fail(self, fault: type[BaseException]) -> None:
         """End the micro-batch after backward failed. The window keeps a part of it and accepts no more.
 
-        If parts of the window were sent, or after an interrupt, the exchange is closed, so that no worker waits.
+        If parts of the window were sent, or after an interrupt, the exchange is closed, so that no rank waits.
         """
         is_coming, self._window = self._is_coming, _OVER
         if is_coming and self._kept is not None and self._accumulator.state.now is State.COMING:
@@ -253,7 +253,7 @@ class MicroBatch(AbstractContextManager["MicroBatch"]):
         self._window = self._accumulator.window
 
     def _send_complete(self, added: Iterable[str]) -> None:
-        """Send the spans that these components complete to the other workers."""
+        """Send the spans that these components complete to the other ranks."""
         for name in added if self._sends else ():
             span = self._layout.span_of(name)
             missing = self._missing[span.key]

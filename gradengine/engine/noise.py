@@ -45,7 +45,7 @@ class StepNoise:
         stats: The step's stats, with those of each rank if ranks agreed on the host.
         first: The first fold of this rank's window, if it was measured in passing and is not the whole window.
         average: The engine's `average`.
-        workers: The number of workers.
+        workers: The number of ranks.
         loss_scale: The step's loss scale; a dynamic one on a GPU is an array there.
     """
 

@@ -46,7 +46,7 @@ class StepResult:
     _stats: StepStats
     _decision: Decision
     _non_finite: NonFiniteGradient | None  # None if only the device has it
-    _sums: Sums | None  # None without other workers
+    _sums: Sums | None  # None without other ranks
     _loss_scale: Any  # None unless it is dynamic
     _arrays: Mapping[str, Any]
     _accumulator: PerBlockGradientAccumulator
@@ -84,7 +84,7 @@ class StepResult:
 
     @property
     def skipped(self) -> Any:
-        """Whether the step is skipped, with zero gradients, since the gradient was not finite or its norm a spike.
+        """Whether the step is skipped, with zero gradients, because the gradient was not finite or its norm a spike.
 
         On a GPU this is a 0-d array of 0.0 or 1.0, which torch's fused optimizers accept as `found_inf`.
         """
@@ -102,57 +102,60 @@ class StepResult:
 
     @property
     def group_norms(self) -> Mapping[str, Any]:
-        """Each clip group's norm."""
+        """The norm of each clip group, by name."""
         return dict(zip(self._group_names, self._ready._decision.group_norms, strict=True))
 
     @property
     def group_scales(self) -> Mapping[str, Any]:
-        """Each clip group's scale."""
+        """The clip scale of each clip group, by name."""
         return dict(zip(self._group_names, self._ready._decision.scales, strict=True))
 
     @property
     def block_norms(self) -> Sequence[Any]:
-        """Each block's norm."""
+        """The norm of each block, in layout order."""
         return self._ready._decision.block_norms
 
     @property
     def component_norms(self) -> Sequence[Any]:
-        """Each component's norm, in layout order."""
+        """The norm of each component, in layout order."""
         return self._ready._decision.component_norms
 
     @property
     def weight(self) -> Any:
-        """The total weight of all workers' micro-batches, as a float, or as a GPU array if workers sum there."""
+        """The total weight of all ranks' micro-batches, as a float, or as a GPU array if the ranks sum on their GPUs.
+
+        The micro-batches of a tensor-parallel group count once.
+        """
         return self._ready._stats.weight
 
     @property
     def micro_batches(self) -> Any:
-        """The number of all workers' micro-batches, as an int, or as a GPU array if workers sum there."""
+        """The number of all ranks' micro-batches, as an int, or as a GPU array if the ranks sum on their GPUs."""
         return self._ready._stats.micro_batches
 
     @property
     def dropped(self) -> Any:
-        """The number of all workers' micro-batches that `on_non_finite="drop_micro_batch"` has left out.
+        """The number of all ranks' micro-batches that `on_non_finite="drop_micro_batch"` has left out.
 
-        `micro_batches` counts them, and `weight` does not. It is an int on the CPU, or if the step waits for workers on
+        `micro_batches` counts them, and `weight` does not. It is an int on the CPU, or if the step waits for ranks on
         the host. Otherwise `dropped` and `weight` are GPU arrays, which the next `add` overwrites.
         """
         return self._ready._stats.dropped
 
     @property
     def stop(self) -> Any:
-        """Whether a rank has called `engine.stop_after_step()`; true once a request, in the same step on all ranks.
+        """Whether a rank called `engine.stop_after_step()`. A request is reported once, in the same step on all ranks.
 
-        It is a bool. If workers sum on their GPUs, it is a 0-d array of 0.0 or 1.0, and reading it waits for the step.
+        It is a bool. If the ranks sum on their GPUs, it is a 0-d array of 0.0 or 1.0. Reading it waits for the step.
         """
         return self._ready._stats.stop
 
     @property
     def unused(self) -> frozenset[str]:
-        """The names of components without a gradient in any micro-batch of any worker, on any part of the model.
+        """The names of components without a gradient in any micro-batch of any rank, on any part of the model.
 
-        Their gradients in the result are zeros, but torch would have None. If workers sum on their GPUs and this one
-        had no gradient for a component, this waits for the step.
+        Their gradients in the result are zeros, but torch would have None. If the ranks sum on their GPUs and this
+        rank had no gradient for a component, this waits for the step.
         """
         slots = self._accumulator.layout.slots
         unused = np.flatnonzero(self._stats.unused_by_all())
@@ -166,7 +169,7 @@ class StepResult:
 
         Returns:
             "grad_norm" and "clip_scale" are `norm` and `scale`. "clipped" and "skipped" are 1.0 or 0.0. "weight",
-            "micro_batches" and "dropped" are totals of all workers. "exchange_seconds" is the time from the first span
+            "micro_batches" and "dropped" are totals of all ranks. "exchange_seconds" is the time from the first span
             sent to the last sum received. "exchange_hidden_seconds" is the part of it in which `step` did not wait.
             Both are 0.0 without an exchange. A dynamic loss scale adds the step's "loss_scale". Several groups add
             "group_norm/<name>" for each. `on_spike` adds "spiked" (1.0 or 0.0) and "spike_bound". `measure_noise` adds
@@ -273,7 +276,7 @@ class StepResult:
         Raises:
             NonFiniteGradient: The gradient held NaN or Inf.
             WindowError: On a GPU, the step's weight was invalid, or a later step's error may have replaced this step's.
-            ExchangeError: The workers sum on their GPUs and did not agree.
+            ExchangeError: The ranks sum on their GPUs and did not agree.
         """
         if self._late is not None and self._decision.bad is None:
             self._late.raise_of_step(self.step)
@@ -286,7 +289,7 @@ class StepResult:
     def of_replay(self, step: int, stop: bool) -> StepResult:
         """Return the result of a later step with this result's arrays, since a graph's replay writes the same memory.
 
-        `stop` is that of a lone engine. If workers sum on their GPUs, an array there holds it.
+        `stop` is that of a lone engine. If the ranks sum on their GPUs, an array there holds it.
         """
         stats = self._stats
         if stats.ask_device is None and stats.stop is not stop:
@@ -421,7 +424,7 @@ class DeferredErrors:
 
 
 def _not_agreed(status: StepStatus) -> GradientError | None:
-    """Return the error of workers that sum on their GPUs and did not agree, with the first such rank, or None."""
+    """Return the error of ranks that sum on their GPUs and did not agree, with the first such rank, or None."""
     told = int(np.float64(status.bad_weight).view(np.uint64)) & _PAYLOAD if math.isnan(status.bad_weight) else 0
     rank, fault = divmod(told, _FAULTS)
     where = f"step {status.bad_weight_step - 1} was skipped on all ranks"

@@ -1,4 +1,4 @@
-"""An engine's settings, which are checked once and compared over the workers."""
+"""An engine's settings, which are checked once and compared by the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradengine.kernels.spikes import SpikePolicy
 from gradengine.layout import GradientLayout
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "propagate", "drop_micro_batch"]
-SharedSettings: TypeAlias = dict[str, str]  # name -> setting as text, the same on all workers
+SharedSettings: TypeAlias = dict[str, str]  # name -> setting as text, the same on all ranks
 Average: TypeAlias = Literal["weighted", "per_worker", "prescaled"]
 
 _SHOWN = 100  # characters of a list of bounds
@@ -23,7 +23,7 @@ _SHOWN = 100  # characters of a list of bounds
 def shared_settings(
     plan: ClipPlan, on_non_finite: str, average: str, loss_scale: object, on_spike: object
 ) -> SharedSettings:
-    """Return the settings that must be the same on all workers. Workers compare them when they join.
+    """Return the settings that must be the same on all ranks. The ranks compare them when they join.
 
     Raises:
         CallerError: A setting is not one of the known words, or a dynamic loss scale is used without skipped steps.
@@ -96,7 +96,7 @@ def refuse_bad_exchanges(exchange: object, tp_exchange: object) -> None:
             raise CallerError(f"{name} is not an Exchange", got=type(group).__name__, do="pass connect(url, ...)")
     if exchange is not None and exchange is tp_exchange:
         raise CallerError(
-            "exchange and tp_exchange are the same", expected="one over the workers, and a different one over the parts"
+            "exchange and tp_exchange are the same", expected="two exchanges, the second over the parts of a model"
         )
 
 

@@ -1,4 +1,4 @@
-"""A data-parallel training loop around a local trainer, which keeps the weights of all workers equal."""
+"""A data-parallel training loop around a local trainer, which keeps the weights of all ranks equal."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ class LocalTrainer(Protocol[MicroBatchT_contra]):
 
 @final
 class DistributedTrainer:
-    """A training loop over a local trainer on every worker. All workers keep the same weights, bit for bit.
+    """A training loop over a local trainer on every rank. All ranks keep the same weights, bit for bit.
 
     Args:
-        trainer: The local trainer, which must start with the same weights on every worker.
-        exchange: Exchange over the workers; None for one worker.
+        trainer: The local trainer, which must start with the same weights on every rank.
+        exchange: Exchange over the ranks; None for one rank.
         layout: The gradients' layout.
         max_steps: Number of steps after which `reached_max_steps` is True and `train_batch` raises; None for no limit.
-        check_every: Number of steps between comparisons of all workers' weights by digest; 0 (default) never compares.
+        check_every: Number of steps between comparisons of all ranks' weights by digest; 0 (default) never compares.
             Needs `trainer.weights()`.
-        options: Keyword arguments of `GradientEngine`. `micro_batches` is the number of this worker's in each step; the
+        options: Keyword arguments of `GradientEngine`. `micro_batches` is the number of this rank's in each step. The
             exchange starts with the last one. A `tp_exchange` is over ranks that train on the same micro-batches.
 
     Raises:
         CallerError: An argument is out of range.
-        HandshakeRefused, PeerLost: The workers could not form a group.
+        HandshakeRefused, PeerLost: The ranks could not form a group.
 
     Example:
         >>> class Descent:
@@ -135,12 +135,12 @@ class DistributedTrainer:
 
     @property
     def rank(self) -> int:
-        """This worker's rank."""
+        """The number of this rank in its group."""
         return self.engine.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the group."""
+        """The number of ranks in the group."""
         return self.engine.world_size
 
     @property
@@ -154,24 +154,24 @@ class DistributedTrainer:
         return self.max_steps is not None and self.step >= self.max_steps
 
     def train_batch(self, micro_batches: Iterable[Any]) -> float:
-        """Make one optimizer step on this worker's micro-batches.
+        """Make one optimizer step on this rank's micro-batches.
 
         Args:
-            micro_batches: This worker's micro-batches. There may be none if another worker has some. This worker then
+            micro_batches: This rank's micro-batches. There may be none if a different rank has some. This rank then
                 takes part with weight 0.
 
         Returns:
-            The mean of `forward_backward`'s losses over all workers' micro-batches, by weight, for every `average`. It
-            is the same on every worker. If a micro-batch's loss is NaN, the mean is NaN, but the step is made if the
+            The mean of `forward_backward`'s losses over all ranks' micro-batches, by weight, for every `average`. It
+            is the same on every rank. If a micro-batch's loss is NaN, the mean is NaN, but the step is made if the
             gradients are finite.
 
         Raises:
-            WindowError: No worker has a micro-batch, an earlier batch is not finished, or all steps are done.
+            WindowError: No rank has a micro-batch, an earlier batch is not finished, or all steps are done.
             CallerError: The trainer did not return (loss, gradients), or the loss is not a number. These gradients were
                 not added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded: As `GradientEngine.step`. Call `finish_step()`
                 to run the step again.
-            ExchangeError: The workers' weights differ. The batch is finished, also if they could not be compared.
+            ExchangeError: The ranks' weights differ. The batch is finished, also if they could not be compared.
         """
         batches = iterated("micro_batches", micro_batches)
         if self.reached_max_steps:
@@ -198,7 +198,7 @@ class DistributedTrainer:
         return self.finish_step()
 
     def finish_step(self) -> float:
-        """Make the step and apply its gradients. This is the end of `train_batch`; call it again if that failed.
+        """Make the step and apply its gradients, as the end of `train_batch` does. If that failed, call this again.
 
         If the batch is already finished, this returns its loss again.
 
@@ -206,7 +206,7 @@ class DistributedTrainer:
             The loss, as `train_batch`.
 
         Raises:
-            WindowError: There is no batch to finish, it stopped before all was added, or it was interrupted.
+            WindowError: There is no batch to finish, it was interrupted, or a part of it was not added.
             NonFiniteGradient, PeerLost, ProtocolError, DeadlineExceeded, ExchangeError: As `train_batch`.
         """
         if self._batch in _REFUSED:
@@ -271,7 +271,7 @@ class DistributedTrainer:
         for rank, digest in enumerate(told):
             if digest != told[0]:
                 what = f"weights of rank {rank} differ from rank 0's after step {self.step}"
-                do = "start all workers from the same weights, and apply only the step's gradients"
+                do = "start all ranks from the same weights, and apply only the step's gradients"
                 raise ExchangeError(what, got=digest, expected=told[0], do=do)
 
 
@@ -304,12 +304,12 @@ def _loss_and_weight(rank: int, facts: Any) -> tuple[float, float]:
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> range:
-    """Return the indices of one worker's batches, which are rank, rank + world_size, ...
+    """Return the indices of one rank's batches, which are rank, rank + world_size, ...
 
     Args:
-        num_batches: Number of batches of all workers.
-        rank: Rank of the worker.
-        world_size: Number of workers. If it is greater than `num_batches`, some workers get none.
+        num_batches: Number of batches of all ranks.
+        rank: Number of the rank.
+        world_size: Number of ranks. If it is greater than `num_batches`, some ranks get none.
 
     Raises:
         CallerError: A number is out of range.

@@ -1,4 +1,4 @@
-"""Ordered all-reduce over workers: one interface, and several transports with bitwise equal results.
+"""Ordered all-reduce over ranks: one interface, and several transports with bitwise equal results.
 
 Each rank passes a layout and a flat fp32 arena. The all-reduce replaces the arena by the sum over ranks, added in rank
 order from rank 0's value on. It also returns the squared sums of the arena's chunks and the first NaN or Inf of each
@@ -144,7 +144,7 @@ def connect(
     Arguments that are not given are read from the launcher's environment variables (torchrun, mpiexec, srun, or
     GRADENGINE_RANK, GRADENGINE_WORLD_SIZE and GRADENGINE_ADDRESS). `gradengine doctor` prints them.
 
-    Over sockets rank 0 listens from this call on. Nothing is sent before the engine binds a layout, so workers may
+    Over sockets rank 0 listens from this call on. Nothing is sent before the engine binds a layout, so ranks may
     start in any order. Then each rank listens at its own port until all are connected with each other. If all ranks are
     on one host, they detect it, even with tcp://, and use Unix sockets. They then read each other's arenas in shared
     memory if the engine is built with this exchange, on the CPU, and the address is loopback or a Unix socket.
@@ -159,9 +159,9 @@ def connect(
         url: "tcp://host:port" of rank 0, the same on all ranks. Or "unix:///path" on one machine, or "mpi://" for all
             ranks that mpiexec has started (needs mpi4py). None uses GRADENGINE_ADDRESS, or an address made from the
             launcher's variables. That is a Unix socket if all ranks are on one host, otherwise a port of the first one.
-        rank: This worker's rank, 0..world_size - 1.
-        world_size: Workers in the group.
-        secret: A secret that all workers share, of at least 16 characters; required unless the host is loopback. None
+        rank: The number of this rank, 0..world_size - 1.
+        world_size: Number of ranks in the group.
+        secret: A secret that all ranks share, of at least 16 characters; required unless the host is loopback. None
             uses GRADENGINE_SECRET, or the file named by GRADENGINE_SECRET_FILE.
         job: The name of this run, the same on all ranks, which separates two runs that use one address. None uses
             GRADENGINE_JOB, or the launcher's name (torchrun --rdzv-id, Open MPI's mpirun, Slurm). "" means no name.

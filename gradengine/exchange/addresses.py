@@ -214,7 +214,7 @@ class Listener:
         refuse_bad_secret(secret)
         if not (isinstance(address, str) or secret or address[0] in LOOPBACK):
             what = f"{shown(self.address)} may be reachable from other machines, and there is no secret"
-            do = "give every worker the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
+            do = "give every rank the same secret (secret=, GRADENGINE_SECRET or GRADENGINE_SECRET_FILE)"
             raise CallerError(what, expected="a loopback address, or a secret", do=do)
         self.socket = _listening(self.address, ports)
         close_in_children(self.socket)  # a child's copy would keep the address in use

@@ -71,8 +71,8 @@ class Exchange(AbstractContextManager["Exchange"]):
         device_calls: The calls of a process group whose ranks may sum on their GPUs.
 
     Attributes:
-        rank: This worker's rank, 0..world_size - 1.
-        world_size: Workers in the group.
+        rank: The number of this rank, 0..world_size - 1.
+        world_size: Number of ranks in the group.
         url: The address of rank 0 or of the server, with the actual port if port 0 was requested. It is "mpi://" over
             MPI, and None for threads of one process.
         shares_memory: Whether the link may use shared memory. An engine built with this exchange then has its arena
@@ -161,7 +161,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         Raises:
             HandshakeRefused: The ranks differ in layout (the rows are shown), settings, world size, step or secret, or
                 the window is lost.
-            PeerLost, DeadlineExceeded: The server or a worker did not join in time.
+            PeerLost, DeadlineExceeded: The server or a rank did not join in time.
         """
         self._refuse_ended()
         if self._pump is not None:

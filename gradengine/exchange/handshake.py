@@ -133,14 +133,14 @@ def proof(
 
 
 def check_hello(hello: Hello, world_size: int, job: str | None) -> None:
-    """Raise an error for a worker with a different job or world size, or a bad rank. A job of None matches any."""
+    """Raise an error for a rank with a different job or world size, or with a bad number. A job of None matches any."""
     if job is not None and hello.job != job:
         what, got, expected = f"rank {hello.rank} belongs to a different job", f"job={hello.job!r}", f"job={job!r}"
         do = "give each job its own address, and all ranks of a job the same job="
         raise HandshakeRefused(what, got=got, expected=expected, do=do)
     if hello.world_size != world_size:
         what = f"rank {hello.rank} was started for a different world size"
-        do = "give all workers and the server the same world_size, and each job its own job="
+        do = "give all ranks and the server the same world_size, and each job its own job="
         raise HandshakeRefused(what, got=hello.world_size, expected=world_size, do=do)
     if not 0 <= hello.rank < world_size:
         raise HandshakeRefused("rank is out of range", got=hello.rank, expected=f"0..{world_size - 1}")

@@ -55,7 +55,7 @@ class OrderedAllReduce:
     Calls must not overlap. A step is not resumed after links were lost. `holds_sums` is False if its parts are intact.
 
     Args:
-        rank: This worker's rank, or the world size for a server.
+        rank: The number of this rank, or the world size for a server.
         world_size: Ranks in the group.
         layout: The layout, the same on all ranks.
         shares: The layout's shares by `shares_of`, the same on all ranks.

@@ -32,20 +32,20 @@ DEFAULT_BUCKET_BYTES = 1 << 21  # bytes that a server sums at a time; four bucke
 
 @final
 class GradientServer(AbstractContextManager["GradientServer"]):
-    """Receives every worker's gradients, sums them in rank order and sends the sums back, without gradients itself.
+    """Receives every rank's gradients, sums them in rank order and sends the sums back, without gradients itself.
 
     It has memory only for the few shares in flight, and serves one group after another until it is closed.
 
     Args:
-        world_size: Workers in a group.
+        world_size: Number of ranks in a group.
         address: (host, port), where port 0 is any free one. Or the path of a Unix socket, for this user alone.
         secret: The group's secret, of at least 16 characters; required unless the address is loopback.
-        job: The job's name. A worker of a different job is refused, without any effect on the group. None accepts in
-            each group the job of the first worker that joins, because the server may not run in the job.
-        timeout: Seconds without any progress after which a worker that others wait for counts as late.
-        join_timeout: Seconds that the first worker waits for the others, and `serve` for the first worker.
+        job: The job's name. A rank of a different job is refused, without any effect on the group. None accepts in
+            each group the job of the first rank that joins, because the server may not run in the job.
+        timeout: Seconds without any progress after which a rank that others wait for counts as late.
+        join_timeout: Seconds that the first rank waits for the others, and `serve` for the first rank.
         bucket_bytes: Bytes that are summed at a time. It changes no bit of the result.
-        max_arena_bytes: The most bytes that the arena of the workers' layout may have.
+        max_arena_bytes: The most bytes that the arena of the ranks' layout may have.
         tls: As for `connect`.
 
     Attributes:
@@ -95,25 +95,25 @@ class GradientServer(AbstractContextManager["GradientServer"]):
 
     @property
     def url(self) -> str:
-        """The URL for the workers' `connect`."""
+        """The URL for the ranks' `connect`."""
         return url_of(self.address)
 
     @property
     def step(self) -> int | None:
-        """The number of the group's open step, or None before all workers have joined."""
+        """The number of the group's open step, or None before all ranks have joined."""
         return None if self._hub is None else self._hub.step
 
     @property
     def workers(self) -> list[tuple[int, str, int, int]]:
-        """The rank, host, and received and sent bytes of each worker. The list is empty before all have joined."""
+        """The number, host, and received and sent bytes of each rank. The list is empty before all have joined."""
         return [] if self._hub is None else self._hub.ranks.traffic()
 
     def serve(self) -> None:
-        """Wait until all workers of one group have joined and left.
+        """Wait until all ranks of one group have joined and left.
 
         Raises:
             HandshakeRefused, PeerLost, ProtocolError, DeadlineExceeded: The group failed before all were done, or no
-                worker joined for `join_timeout`. Any other error of the server's thread is raised as it is.
+                rank joined for `join_timeout`. Any other error of the server's thread is raised as it is.
         """
         self._waits_since = time.monotonic()
         try:
@@ -128,7 +128,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
             raise fault
 
     def close(self) -> None:
-        """Stop the server. Workers that still wait get an error. May be called twice."""
+        """Stop the server. Ranks that still wait get an error. May be called twice."""
         self._is_closing = True
         self._thread.join()  # The thread checks several times a second whether it should end.
         self._listener.close()
@@ -156,7 +156,7 @@ class GradientServer(AbstractContextManager["GradientServer"]):
                 time.sleep(RETRY_SECONDS)  # The next group may also fail, for example for lack of descriptors.
 
     def _gives_up(self, since: float) -> bool:
-        """Return whether `serve` waits and no worker joined for `join_timeout`. Raises `PeerLost` when closed."""
+        """Return whether `serve` waits and no rank joined for `join_timeout`. Raises `PeerLost` when closed."""
         if self._is_closing:
             raise PeerLost("the server was closed", do="reconnect on all ranks")
         return time.monotonic() - max(since, self._waits_since) > self._join_timeout

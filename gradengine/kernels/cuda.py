@@ -222,11 +222,11 @@ class CudaKernels(Kernels):
         return StatusReadback(self.device, self.decision(arena, plan))
 
     def tally(self, told: Any, workers: int, sums: Any) -> None:
-        """Add up what the workers exchanged about a step, in one launch of one thread. See tally.cu.
+        """Add up the facts that the ranks exchanged about a step, in one launch of one thread. See tally.cu.
 
         Args:
-            told: A row of 8-byte words for each worker, in rank order.
-            workers: The number of workers.
+            told: A row of 8-byte words for each rank, in rank order.
+            workers: The number of ranks.
             sums: Five fp64 numbers to be written. They are the divisor of a sum or NaN, the weight, the
                 micro-batches, whether to stop (1.0 or 0.0), and the dropped micro-batches.
         """

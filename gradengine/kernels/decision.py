@@ -34,7 +34,7 @@ class ClipPlan:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of 8 bytes that workers compare to find different bounds."""
+        """A hash of 8 bytes that ranks compare to find different bounds."""
         return xxhash.xxh3_64_intdigest(np.array(self.max_norms).tobytes())
 
     @cached_property

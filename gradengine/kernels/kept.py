@@ -13,7 +13,7 @@ from gradengine.kernels.cuda_runtime import CudaRuntime
 from gradengine.kernels.decision import Scalar
 from gradengine.kernels.streams import StreamOrder
 
-BOUNDS_AT = 8  # offset of the bounds in bytes, after the digest that workers compare
+BOUNDS_AT = 8  # offset of the bounds in bytes, after the digest that ranks compare
 ADDRESSES_AT = 24  # offset of the addresses in bytes, after the other fields of `drops_of`
 
 

@@ -39,7 +39,7 @@ class SpikePolicy:
 
     The action "clip" clips as ZClip does, to mean + `z_score`² x variance / (norm - mean), or to `threshold` if that is
     less. The larger the norm, the smaller ZClip's bound. The clipped norm enters mean and variance. The action "skip"
-    writes zeros on all workers and sets `result.skipped`. The bound that the norm exceeded enters mean and variance, so
+    writes zeros on all ranks and sets `result.skipped`. The bound that the norm exceeded enters mean and variance, so
     a lasting rise of the norm is accepted after some tens of steps. A norm that is not finite is not a spike, and does
     not enter mean and variance.
 

@@ -1,4 +1,4 @@
-"""Sums a step over workers on their GPUs with calls of a process group. All work is queued and the host does not wait.
+"""Sums a step over ranks on their GPUs with calls of a process group. All work is queued and the host does not wait.
 
 The owner of a share sums it in rank order, beginning with rank 0's value, with kernel K1. A round has at most one share
 of each owner. One call sends each owner the parts of its share, and a second call sends the sum to all ranks. The calls

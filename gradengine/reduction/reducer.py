@@ -30,7 +30,7 @@ from gradengine.layout.slots import Span
 from gradengine.reduction.device_sums import DeviceSums
 from gradengine.reduction.stats import RUNNING_NORM, Finding, Scale, StepStats, TensorParallelGroup, agree
 
-Worker: TypeAlias = tuple[int, int]  # a rank, and the number of workers in its group
+Worker: TypeAlias = tuple[int, int]  # a rank, and the number of ranks in its group
 Place: TypeAlias = tuple[int, State, int]  # a step's number and state, and the number of writes to its memory
 
 _NO_TOTALS: Float64 = np.empty(0)
@@ -40,7 +40,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def whole(method: _Method) -> _Method:
-    """Make an interrupted call of this method mark the step as broken and close the exchanges, so that no worker waits.
+    """Make an interrupted call of this method mark the step as broken and close the exchanges, so that no rank waits.
 
     The same happens if the device fails during a call. It also happens if a call has changed something and ends with
     the exception of another library or a signal handler. After other errors the state is the same as before the call.
@@ -62,16 +62,16 @@ def whole(method: _Method) -> _Method:
 
 @final
 class Reducer:
-    """The sum over workers of one accumulator's windows.
+    """The sum over the ranks of one accumulator's windows.
 
     Attributes:
         accumulator: The accumulator.
-        workers: The exchange over the workers with the same part of a model, or None.
+        workers: The exchange over the ranks with the same part of a model, or None.
         parts: The group of the ranks with the model's other parts.
         step: The number of the open step, counted from 0.
-        sums: The sums over the workers in the open step, after they have arrived. None without other workers.
+        sums: The sums over the ranks in the open step, after they have arrived. None without other ranks.
         agreed: The final stats of the open step, which all ranks have. Always None for a lone rank.
-        is_only_worker: Whether no other worker has the same part of the model.
+        is_only_worker: Whether no other rank has the same part of the model.
         stop_request: The newest request to stop, as a new object. A signal handler may set it at any time.
     """
 
@@ -88,7 +88,7 @@ class Reducer:
         self.parts, self._plan, self._bounds = TensorParallelGroup(accumulator), plan, bounds
         self.workers: Exchange | None = None
         self.step, self.is_only_worker = 0, True
-        self.on_device: DeviceSums | None = None  # set if the workers sum on their GPUs
+        self.on_device: DeviceSums | None = None  # set if the ranks sum on their GPUs
         self._layout, self._kernels, self._state = accumulator.layout, accumulator.kernels, accumulator.state
         self._is_on_host = self._kernels.device.name == "cpu"
         partials = accumulator.arena.partials
@@ -96,8 +96,8 @@ class Reducer:
         self._host_partials = partials if self._is_on_host else PartialSums(partials.sizes, partials.order)
         self.agreed: StepStats | None = None
         self.sums: Sums | None = None
-        self._means: set[int | str] = set()  # spans that hold this worker's mean instead of its sum
-        self._loaded_from: Worker | None = None  # the worker whose window was loaded, while the window is open
+        self._means: set[int | str] = set()  # spans that hold this rank's mean instead of its sum
+        self._loaded_from: Worker | None = None  # the rank whose window was loaded, while the window is open
         # Only the handler writes `stop_request`, and only the step writes the others. So no request in a step is lost.
         self.stop_request: object = None
         self._read_request: object = None  # the request that was read in the open step
@@ -105,7 +105,7 @@ class Reducer:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no rank to agree with, because there is no other worker and no other part of the model."""
+        """Whether there is no rank to agree with, because no other rank has this or a different part of the model."""
         return self.is_only_worker and self.parts.is_alone
 
     @property
@@ -115,7 +115,7 @@ class Reducer:
 
     @property
     def worker(self) -> Worker:
-        """This worker's rank and the number of workers, (0, 1) without an exchange."""
+        """The number of this rank and the number of ranks, (0, 1) without an exchange."""
         return (0, 1) if self.workers is None else (self.workers.rank, self.workers.world_size)
 
     @cached_property
@@ -141,7 +141,7 @@ class Reducer:
         self._leave_device()
         parts = "none" if self.parts.exchange is None else f"{self.parts.exchange.world_size} ranks"
         settings = {**self._settings, "tensor-parallel group": parts}
-        # A worker's mean needs the weight that was not dropped, which only its GPU has.
+        # A rank's mean needs the weight that was not dropped, which only its GPU has.
         needs_weight = self._average == "per_worker" and self.accumulator.drops is not None
         by_calls = not self._is_on_host and self._layout.tp_size == 1 and not needs_weight
         with self.accumulator.arena.in_order():
@@ -158,7 +158,7 @@ class Reducer:
                 raise
 
     def start(self, spans: Iterable[Span], *, in_background: bool = True) -> None:
-        """Start spans that are complete on this worker. They are sent from now on, or in `agree`."""
+        """Start spans that are complete on this rank. They are sent from now on, or in `agree`."""
         if self.workers is None or self.is_only_worker:
             return
         started = (self.on_device or self.workers).started
@@ -176,7 +176,7 @@ class Reducer:
                 self.workers.start(*new, in_background=in_background)
 
     def all_gather_object(self, what: str, facts: object) -> list[Any]:
-        """Return every worker's facts in rank order (see `Exchange.tell`)."""
+        """Return every rank's facts in rank order (see `Exchange.tell`)."""
         if self.workers is None:
             return gathered([packed(what, facts)])
         told = self.workers.tell(what, facts)
@@ -186,16 +186,16 @@ class Reducer:
         return told
 
     def agree(self, scale: Scale, norms: str | None = None) -> StepStats:
-        """Sum the arena over all workers, and return the step's stats, which are the same on all workers.
+        """Sum the arena over all ranks, and return the step's stats, which are the same on all ranks.
 
-        If the workers sum on their GPUs, the sums are only queued, and only the device has the totals.
+        If the ranks sum on their GPUs, the sums are only queued, and only the device has the totals.
 
         Args:
-            scale: The loss scale, and the finite steps that a dynamic one has seen. The same on all workers.
-            norms: The running norm of a spike policy as text, the same on all workers. None without a policy.
+            scale: The loss scale, and the finite steps that a dynamic one has seen. The same on all ranks.
+            norms: The running norm of a spike policy as text, the same on all ranks. None without a policy.
 
         Raises:
-            WindowError: No worker had a micro-batch. All workers continue with the next step.
+            WindowError: No rank had a micro-batch. All ranks continue with the next step.
         """
         is_alone, accumulator = self.is_only_worker and self.parts.is_alone, self.accumulator
         if self._loaded_from is not None:
@@ -219,9 +219,9 @@ class Reducer:
         self._state.enter(Event.AGREE)
         if self.on_device is None and not stats.micro_batches:
             self.begin(self.step + 1)  # all ranks do the same
-            got = f"0 micro-batches on each of {self.worker[1]} workers"
-            do = "add() gradients before each step(); all workers continue with the next step"
-            raise WindowError("step without a micro-batch on any worker", got=got, expected="at least 1", do=do)
+            got = f"0 micro-batches on each of {self.worker[1]} ranks"
+            do = "add() gradients before each step(); all ranks continue with the next step"
+            raise WindowError("step without a micro-batch on any rank", got=got, expected="at least 1", do=do)
         self.agreed = None if is_alone else stats
         return stats
 
@@ -231,7 +231,7 @@ class Reducer:
         return self._read_request is not self._reported[1] and self._state.now is not State.RECORDED
 
     def divisor(self, stats: StepStats) -> float:
-        """Return the number by which the sum over all workers is divided. 1 if only the device has it."""
+        """Return the number by which the sum over all ranks is divided. 1 if only the device has it."""
         if self.on_device is not None:
             return 1.0
         if self._average == "prescaled":
@@ -241,7 +241,7 @@ class Reducer:
         return stats.workers if self._average == "per_worker" and not self.is_only_worker else stats.weight
 
     def find_non_finite(self, bad: Sequence[int]) -> NonFiniteGradient:
-        """Return the error for NaN or Inf in the components at these positions. It names the contributing worker."""
+        """Return the error for NaN or Inf in the components at these positions, with the rank that contributed it."""
         found = self.parts.first_found(self._first_found(bad), self.step)
         (position, index, value, rank), tp_rank = found or ((bad[0], 0, math.nan, None), None)
         name = self._layout.slots[position].name
@@ -290,18 +290,18 @@ class Reducer:
             "step": f"step {self.step}",
             "after_loss": "" if self.is_alone or is_over_mpi else " (after reconnect() if the exchange was lost)",
             "count": self.accumulator.accumulated_count,
-            "or_nothing": "" if self.is_alone else ", or add(None, weight=0) where this worker has none",
+            "or_nothing": "" if self.is_alone else ", or add(None, weight=0) if this rank has none",
         }
 
     def refuse_other_group(self, sums: object) -> None:
-        """Raise `CallerError` if a step waits for other workers, or a window was captured with different workers."""
+        """Raise `CallerError` if a step waits for other ranks, or the window was captured with a different group."""
         if self.waits:
-            raise CallerError("a step with an exchange waits for other workers and cannot be captured or replayed")
+            raise CallerError("a step with an exchange waits for other ranks and cannot be captured or replayed")
         if sums is not self.on_device:
-            raise CallerError("the window was captured with other workers", do="capture it again")
+            raise CallerError("the window was captured with a different exchange", do="capture it again")
 
     def begin(self, step: int, whose: Worker | None = None, *, is_made: bool = False) -> None:
-        """Begin the step of this number with an empty window. `whose` is the worker whose window is loaded next.
+        """Begin the step of this number with an empty window. `whose` is the rank whose window is loaded next.
 
         If `is_made`, the step before was made, and its result reports the request to stop that it has read.
         """
@@ -391,7 +391,7 @@ class Reducer:
         return replace(stats, dropped=drops.kept.field("dropped"), counted=weight)
 
     def _to_mean(self, span: Span) -> None:
-        """Turn the span's sum into this worker's mean, at most once in a step."""
+        """Turn the span's sum into this rank's mean, at most once in a step."""
         accumulator = self.accumulator
         if span.key in self._means or not accumulator.total_weight:
             return
@@ -403,7 +403,7 @@ class Reducer:
 
 
 def refuse_other_worker(whose: Worker | None, here: Worker) -> None:
-    """Raise `WindowError` if this is not the worker that saved the window."""
+    """Raise `WindowError` if this is not the rank that saved the window."""
     if whose is not None and whose != here:
         what = "the state was saved in mid-window by rank {} of {}, and this is rank {} of {}".format(*whose, *here)
         raise WindowError(what, do="load on each rank the state that it saved")

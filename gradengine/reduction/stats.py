@@ -1,4 +1,4 @@
-"""The stats of a step on which all ranks agree, with the weights and counts of all workers and the norm of a model.
+"""The stats of a step on which all ranks agree, with the weights and counts of all ranks and the norm of a model.
 
 The ranks of a tensor-parallel group hold parts of a model. Squared sums of sharded components add up over the group.
 Those of replicated components count once. So all ranks find the norm, the clip scale and the verdict of the whole
@@ -29,7 +29,7 @@ from gradengine.layout import GradientLayout
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Scale: TypeAlias = tuple[float, int]  # the loss scale, and the finite steps in a row that a dynamic one has seen
 Terms: TypeAlias = Mapping[str, str]  # a step's settings by name, as text, which must be the same on all ranks
-Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, worker's rank
+Finding: TypeAlias = tuple[int, int, float, int | None]  # component's position, index in it, value, data-parallel rank
 
 RUNNING_NORM = "running norm"  # the only term that no caller passes
 _FINDINGS = [int, int, float, int], [int, int, float, type(None)]
@@ -38,13 +38,13 @@ _SAME_SUMS = 1e-5  # squared sums of equal bytes differ by their rounding only, 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One worker's part of a window, or all workers' together."""
+    """The stats of one rank's window, or of the windows of all ranks together."""
 
     weight: Scalar  # a float, or a device scalar if the ranks sum on their GPUs
     micro_batches: Scalar
     totals: Float64  # squared sum of each component
     unused: Flags
-    workers: int = 1  # workers that had a micro-batch which was not dropped
+    workers: int = 1  # ranks that had a micro-batch which was not dropped
     stop: Scalar = False  # whether a rank requests a stop; 0.0 or 1.0 if it is a device scalar
     square: float | None = None  # the squared norm of this rank's own sum, if it is known and is to be sent
     by_rank: tuple[StepStats, ...] = ()  # each rank's stats, in rank order, if they agreed on the host

@@ -133,7 +133,7 @@ class Attached(AbstractContextManager["Attached"]):
 
         Args:
             weight: The micro-batch's weight: 1, or its number of tokens.
-            last: Whether this is the window's last micro-batch, whose blocks are sent to the other workers while
+            last: Whether this is the window's last micro-batch, whose blocks are sent to the other ranks while
                 backward runs. The default follows the engine's `micro_batches`. Pass False if a parameter gets several
                 gradients, from several backward passes or from reentrant checkpointing of a part that uses it twice.
 
@@ -188,7 +188,7 @@ class Attached(AbstractContextManager["Attached"]):
 
         If all parameters accept fp32 gradients, each `.grad` is a view of the arena, valid until the next micro-batch.
         Call `zero_grad()` after `optimizer.step()`. Otherwise each `.grad` is a new tensor of its parameter's dtype,
-        rounded once. A parameter that no worker used gets None, as in torch. After a step that the engine skips
+        rounded once. A parameter that no rank used gets None, as in torch. After a step that the engine skips
         (`on_non_finite`, `on_spike`) each `.grad` is None, so that `optimizer.step()` changes nothing. On a GPU this
         call waits for the step.
 
@@ -240,8 +240,8 @@ class Attached(AbstractContextManager["Attached"]):
         """Copy rank 0's parameters and buffers to all ranks, in place.
 
         Call it on all ranks, between windows. It sends all parameters, frozen ones too, and all buffers, of any dtype
-        and device. With a `tp_exchange` the first worker of each part of the model sends that part. With one worker
-        the call does nothing.
+        and device. With a `tp_exchange`, rank 0 of each `exchange` sends its part of the model. If the
+        `exchange` has no other ranks, the call does nothing.
 
         Call it before an optimizer copies the weights, as an optimizer with fp32 masters does. The optimizer's state
         is not sent.

@@ -113,7 +113,7 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
 
     The parameters are fp32, or in torch >= 2.10 of any dtype with a `grad_dtype` of float32 or None. The views are
     valid until the next `engine.add`. Call `module.zero_grad()` before the next backward, because backward would add to
-    the engine's memory. A parameter that no micro-batch of any worker used gets None, as in torch, so that AdamW does
+    the engine's memory. A parameter that no micro-batch of any rank used gets None, as in torch, so that AdamW does
     not decay it. After an error no `.grad` was set.
 
     Args:
@@ -137,7 +137,7 @@ def give_gradients(module: Parameters, result: StepResult, *, zero_unused: bool 
 
 
 def drop_unused(module: Parameters, result: StepResult) -> None:
-    """Set `.grad` to None for each parameter that no micro-batch of any worker used, as in torch.
+    """Set `.grad` to None for each parameter that no micro-batch of any rank used, as in torch.
 
     A step that writes into `.grad` leaves zeros for such a parameter. `give_gradients` needs no `drop_unused`. After an
     error no `.grad` was changed.

@@ -29,7 +29,7 @@ def buffers_of(module: Parameters) -> dict[str, torch.Tensor]:
 
 
 def refuse_other_weights(workers: Exchange, parts: Exchange | None, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare a digest of each parameter over the workers. All ranks call this together.
+    """Compare a digest of each parameter over the ranks. All ranks call this together.
 
     A parameter whose bytes cannot be read (on "meta", sparse, a DTensor) is compared only by name, shape, torch layout
     and device.
@@ -40,7 +40,7 @@ def refuse_other_weights(workers: Exchange, parts: Exchange | None, tensors: Map
         tensors: The parameters by name.
 
     Raises:
-        CallerError: A worker's parameters are not rank 0's. All ranks of both exchanges raise it.
+        CallerError: A rank's parameters are not rank 0's. All ranks of both exchanges raise it.
     """
     rows = [(f"'{name}'", _digest_of(_row_of(name, tensor), tensor)) for name, tensor in tensors.items()]
     found = _first_difference(workers, parts, "digests of the weights", rows)
@@ -51,7 +51,7 @@ def refuse_other_weights(workers: Exchange, parts: Exchange | None, tensors: Map
 
 
 def send_from_rank_0(workers: Exchange, parts: Exchange | None, tensors: Mapping[str, torch.Tensor], step: int) -> None:
-    """Copy rank 0's tensors to all workers, in place. All ranks call this together.
+    """Copy rank 0's tensors to all ranks, in place. All ranks call this together.
 
     Args:
         workers: The exchange over the ranks that have the same part of the model.
@@ -60,8 +60,8 @@ def send_from_rank_0(workers: Exchange, parts: Exchange | None, tensors: Mapping
         step: The step's number, which must be the same on all ranks.
 
     Raises:
-        LayoutMismatch: A worker's tensors differ from rank 0's in name, dtype or shape. No rank has written.
-        CallerError: A tensor's bytes cannot be read or written on all workers. No rank has written.
+        LayoutMismatch: A rank's tensors differ from rank 0's in name, dtype or shape. No rank has written.
+        CallerError: A tensor's bytes cannot be read or written on all ranks. No rank has written.
         ExchangeError: A rank is in a different step, and no rank has written. Or the exchange failed, and this rank has
             written none, some or all of the tensors.
     """
