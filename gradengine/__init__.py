@@ -1,6 +1,6 @@
 """The step between backward() and optimizer.step(), for any framework.
 
-Gradients are read in place and accumulated in fp32 over micro-batches. They are summed over workers in rank order,
+Gradients are read in place and accumulated in fp32 over micro-batches. They are summed over ranks in rank order,
 checked, clipped by their global norm, averaged and returned. `GradientEngine` is the whole step. Its parts can also be
 used alone.
 """

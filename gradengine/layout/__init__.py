@@ -2,7 +2,7 @@
 
 The input is names and shapes, a torch module, a nested mapping, or a transformer's sizes. The output is a
 `GradientLayout` with its slots, blocks and spans, or the shards of a `TensorParallelConfig`. A span is the unit sent
-between workers, a block or a component outside the blocks. No gradient is read or written here. Imports `arrays`.
+between ranks, a block or a component outside the blocks. No gradient is read or written here. Imports `arrays`.
 """
 
 from gradengine.layout.layout import (

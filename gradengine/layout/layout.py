@@ -218,7 +218,7 @@ class GradientLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of `table()` in hexadecimal, which is equal on workers that can exchange gradients."""
+        """SHA-256 of `table()` in hexadecimal, which is equal on ranks that can exchange gradients."""
         return hashlib.sha256(self.table()).hexdigest()
 
     def table(self) -> bytes:
@@ -301,7 +301,7 @@ def refuse_no_layout(layout: object) -> None:
 
 
 def layout_from_table(table: bytes) -> GradientLayout:
-    """Return the layout that a worker's table describes, or raise `LayoutMismatch` if the table is not valid."""
+    """Return the layout that a rank's table describes, or raise `LayoutMismatch` if the table is not valid."""
     refuse_other_kind("a layout table", table, bytes)
     try:
         table_rows, order, *part = msgpack.unpackb(table, max_ext_len=0)
