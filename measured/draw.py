@@ -21,7 +21,7 @@ CHOSEN = (
         "torch foreach, mean",
     ),
     ("sum of 4 micro-batches of bf16 gradients in fp32", "cpu-2core-accumulate-bf16", "ours hold=1", "torch add_"),
-    ("100 MB between two processes of one host", "cpu-2core-exchange", "ours shared memory", "torch gloo"),
+    ("100 MB between two processes, in shared memory", "cpu-2core-exchange", "ours shared memory", "torch gloo"),
     ("clip 91 million bf16 gradients", "cpu-2core-clip-bf16", "ours", "torch foreach"),
     ("whole step of 34 tensors of 100 elements", "cpu-2core-step-34x100", "ours hold=1", "numpy by hand"),
     ("training step of a 124M GPT in bf16, 4 micro-batches", "gpu-h200/loop", "ours attach", "torch"),
@@ -79,11 +79,9 @@ def recorded(results: Path, name: str) -> list[dict]:
     """Return the rows of a result. The name is "file/benchmark" for a file with several results."""
     file, _, benchmark = name.partition("/")
     whole = json.loads((results / f"{file}.json").read_text())
-    return (
-        next(each for each in whole["reports"] if each["benchmark"] == benchmark)["rows"]
-        if benchmark
-        else whole["rows"]
-    )
+    if benchmark:
+        whole = next(each for each in whole["reports"] if each["benchmark"] == benchmark)
+    return whole["rows"]
 
 
 def gpu_tables(results: Path) -> str:
