@@ -38,6 +38,11 @@ def assign(array, values, where=...):
         array[where] = values
 
 
+def current_device_kept(backend):
+    """A context that makes the device current again that is current now."""
+    return contextlib.nullcontext() if backend.is_host else backend.kernels.xp.cuda.Device()
+
+
 def launched(device, graph):
     """Queue a recorded graph on the current stream of the device."""
     with device.active():

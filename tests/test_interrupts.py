@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from backends import available
-from devices import assign, bits_of, number_of, on_host, put_all, synchronize
+from devices import assign, bits_of, current_device_kept, number_of, on_host, put_all, synchronize
 from folds import Fold, accumulate
 from interrupts import interrupted_at, kept_interrupt, places_of, raised_at, signalled
 from ranks import on_ranks
@@ -448,7 +448,9 @@ class TestHandlers:
         broken, places = 0, places_of(partial(change, new_engine(0.5), name, value))
         for at in places:
             engine = new_engine(0.5)
-            raised_at(at, partial(change, engine, name, value), kind())
+            # An interrupt where a `with` ends may leave the engine's device current.
+            with current_device_kept(backend):
+                raised_at(at, partial(change, engine, name, value), kind())
             state = engine.accumulator.state.now
             broken += state is State.BROKEN
             if state is State.BROKEN:

@@ -93,7 +93,10 @@ class Events(AbstractContextManager[None]):
 
 @final
 class Entered(AbstractContextManager[None]):
-    """Several contexts as one. An interrupt could leave a generator suspended until its traceback is freed."""
+    """Several contexts as one. An interrupt could leave a generator suspended until its traceback is freed.
+
+    An interrupt at the first instruction of `__exit__` leaves the contexts entered.
+    """
 
     def __init__(self, *contexts: AbstractContextManager[object]) -> None:
         self._contexts, self._entered = contexts, ExitStack()
