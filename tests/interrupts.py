@@ -83,11 +83,14 @@ def _returning_at(code):
 
 def _traced(tracer, call):
     before = sys.gettrace()
+    # A collection runs finalisers of earlier objects. An exception in one of them only becomes a warning.
+    gc.disable()
     sys.settrace(tracer)
     try:
         return call()
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def places_of(call):
