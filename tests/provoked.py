@@ -225,10 +225,6 @@ def other_micro_batches():
     engine(micro_batches=8).load_state_dict(engine(micro_batches=4).state_dict())
 
 
-def open_window():
-    engine(filled=True).load_state_dict(engine().state_dict())
-
-
 def sent():
     def save(exchange):
         engine(exchange=exchange, micro_batches=1, filled=True).state_dict()
